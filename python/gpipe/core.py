@@ -184,8 +184,6 @@ class StagedModel(Wrapper):
         own = name in self.__dict__ and any(name in each for each in (self._modules, self._parameters, self._buffers))
         if name in _SETTINGS or own:  # the model may have a child or a tensor with the name
             self.__dict__[name] = _SETTINGS.get(name, lambda given: given)(value)
-        elif not name.startswith("_") and name in vars(self.__dict__.get("module", self)) and name not in dir(self):
-            setattr(self.module, name, value)
         else:
             super().__setattr__(name, value)
 

@@ -25,11 +25,12 @@ def verify(pipe: GPipe, input: Any, target: Any, loss: Callable[[Any, Any], Tens
 
         gpipe.verify(pipe, images, labels, nn.functional.cross_entropy)
 
-    Raises AssertionError with the first layer whose output differs, else with the loss or the first parameter whose gradient
-    does, and by how much, as a part of the largest element; then with the last that differs, which is nearest to the fault if
-    only gradients differ. Up to the square root of the type's precision, 3e-4 for float32, is rounding; float64 tells more. Runs
-    another step in which layers that need no Python run without, as in training; they show no outputs. Leaves the model,
-    gradients and random states as they were. Holds the outputs of all layers.
+    Raises AssertionError with the first layer whose output differs. If no output differs, names the loss or the first parameter
+    whose gradient does. Says by how much, as a part of the largest element, and names the last that differs. If only gradients
+    differ, and the model calls its layers in the order of its parameters, the last is nearest to the fault. Up to the square root
+    of the type's precision, 3e-4 for float32, is rounding; float64 tells more. Runs another step in which layers that need no
+    Python run without, as in training; they show no outputs. Leaves the model, gradients and random states as they were. Holds
+    the outputs of all layers.
 
     Raises ValueError for a pipeline over ranks.
     """

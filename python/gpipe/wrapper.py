@@ -2,7 +2,7 @@
 
 from collections import OrderedDict
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from operator import attrgetter
 from types import NoneType
 from typing import Any
@@ -48,9 +48,16 @@ class Wrapper(nn.Module):
         try:
             return super().__getattr__(name)
         except AttributeError:
-            if name.startswith("_") or not hasattr(module := self.__dict__.get("module"), name):
-                raise
-            return getattr(module, name)
+            with suppress(AttributeError):
+                if not name.startswith("_"):
+                    return getattr(self.__dict__.get("module"), name)
+            raise
+
+    def __setattr__(self, name: str, value: Any) -> None:
+        if not name.startswith("_") and name not in dir(self) and hasattr(self.__dict__.get("module"), name):
+            setattr(self.module, name, value)
+        else:
+            super().__setattr__(name, value)
 
     def get_submodule(self, target: str) -> nn.Module:
         # Attributes of the wrapper may have the names of children.

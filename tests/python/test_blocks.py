@@ -221,3 +221,50 @@ def test_what_cannot_be_native_is_kept_whole(odd, reason):
     outputs = [sequence(batch().float()), model(batch().float())]
     torch.testing.assert_close(*outputs)
     torch.testing.assert_close(*(torch.autograd.grad(each.sum(), odd.weight)[0] for each in outputs))
+
+
+class Rate(dict):
+    value = 2.0
+
+
+class Slotted:
+    __slots__ = "value"
+
+    def __init__(self):
+        self.value = 2.0
+
+
+class Key:
+    value = 2.0
+
+
+def counting():
+    count = 0
+
+    def double(x):
+        nonlocal count
+        count += 1
+        return x * 2.0
+
+    return double
+
+
+@pytest.mark.parametrize("odd", [Rate(), Slotted(), {Key(): Key()}, {Key, Rate}, counting()])
+def test_guards_see_changes_of_objects_and_nothing_else(odd):
+    class Model(nn.Sequential):
+        def forward(self, x):
+            held = next(iter(self.held)) if isinstance(self.held, (dict, set)) and self.held else self.held
+            return super().forward(held(x) if callable(held) and not isinstance(held, type) else x * held.value)
+
+    model, x = Model(nn.Linear(4, 4), nn.Linear(4, 4)), batch().float()
+    model.held = odd
+    sequence = to_sequential(model, x)
+    expected = model(x)
+    inner = model[1].forward
+    model[1].forward = lambda x: inner(x)  # a block is called as it is
+    for each in (sequence, copy.deepcopy(sequence)):
+        torch.testing.assert_close(each(x), expected)
+    if isinstance(odd, (Rate, Slotted)):
+        odd.value = 3.0
+        with pytest.raises(RuntimeError, match=r"held\.value' has changed"):
+            sequence(x)

@@ -82,11 +82,12 @@ def test_a_converted_model_may_have_the_names_of_what_a_pipeline_has(make, nativ
 
 def test_attributes_and_methods_are_those_of_the_model():
     class Scaled(nn.Sequential):
+        scale = 2.0
+
         def forward(self, x):
             return super().forward(x) * self.scale
 
     model, x = Scaled(nn.Linear(3, 3), nn.Tanh()), torch.randn(4, 3)
-    model.scale = 2.0
     pipe = gpipe.GPipe(gpipe.to_sequential(model, x), [1, 1], chunks=2)
     assert pipe.scale == 2 and pipe.append == model.append
     assert not hasattr(pipe, "no_weight_decay")

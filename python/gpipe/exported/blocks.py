@@ -61,15 +61,16 @@ class Calls:
         running: list[tuple[list[tuple[Tensor, int]], Shapes]] = []
         self.callers = callers = [module]
         tensors_of = {each: _tensors_of(each) for each in module.modules()}
+        replaced: set[nn.Module] = set()
 
         def begin(each: nn.Module, args: Any, kwargs: Any) -> None:
             leaves, spec = tree_flatten((args, kwargs))
             self.given.setdefault(each, ([isinstance(leaf, Tensor) for leaf in leaves], spec))
             tensors = [leaf for leaf in leaves if isinstance(leaf, Tensor)]
             under_vmap = torch._C._functorch.maybe_current_level() is not None
-            # By torch.func.functional_call(), or frozen for the call.
-            replaced = each in tensors_of and _tensors_of(each) != tensors_of[each]
-            if under_vmap or replaced or not tensors or not all(type(leaf) is Tensor or isinstance(leaf, _CONSTANTS) for leaf in leaves):
+            if each in tensors_of and _tensors_of(each) != tensors_of[each]:
+                replaced.add(each)
+            if under_vmap or not tensors or not all(type(leaf) is Tensor or isinstance(leaf, _CONSTANTS) for leaf in leaves):
                 self.unfit.add(each)
             running.append(([(tensor, _version(tensor)) for tensor in tensors], _shapes(tensors)))
             callers.append(each)
@@ -95,6 +96,8 @@ class Calls:
                     hooks.enter_context(each.register_forward_pre_hook(begin, prepend=True, with_kwargs=True))
                     hooks.enter_context(each.register_forward_hook(end))
             yield
+        # For a call only: by torch.func.functional_call(), or frozen.
+        self.unfit |= {each for each in replaced if _tensors_of(each) == tensors_of[each]}
 
     @contextmanager
     def reading(self) -> Iterator[None]:

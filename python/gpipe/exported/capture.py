@@ -136,7 +136,7 @@ def refuse_shared_state(module: nn.Module, blocks: Mapping[str, nn.Module], effe
                 raise ValueError(
                     f"cannot convert the model: blocks '{users[id(each)]}' and '{path}' share what a forward changes, "
                     f"{changed[id(each)]}, but a pipeline runs them at the same time; return values from one block and pass them to "
-                    "the other"
+                    "the other, or if it is a cache, call the model once before"
                 )
 
 

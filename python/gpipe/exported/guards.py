@@ -164,7 +164,7 @@ class Guards:
             has_changed = f"{repr(path) if path else 'the model'} ({type(each).__name__}) has changed since the conversion:"
             if path not in self._exported and not isinstance(each, torch.jit.ScriptModule):
                 own = vars(each)
-                for name in self._read.names & {*own, *_inherited(type(each))} - OF_MODULES:
+                for name in self._read.names & {*own, *_inherited(type(each))} - OF_MODULES - {"forward"}:
                     if (path, what := f"its attribute '{name}'") not in self._effects:
                         facts[f"{has_changed} {what}"] = partial(own.get, name, _Gone)
             if "requires_grad" in self._read.names:

@@ -1,6 +1,7 @@
 """What the code of a model reads, and whether it has changed."""
 
 import dis
+import inspect
 import sys
 from collections.abc import Callable, Iterator, Mapping, Set
 from functools import cache, partial
@@ -58,21 +59,27 @@ class Read(NamedTuple):
                 continue
             seen.add(id(value))
             if isinstance(value, _COLLECTIONS):
-                elements = value.items() if isinstance(value, dict) else enumerate(_elements(value))
-                reached += [(f"{place}[{key!r}]", each) for key, each in elements]
-            elif isinstance(value, MethodType):
+                is_set = isinstance(value, (set, frozenset))  # whose order is another in a copy
+                elements = value.items() if isinstance(value, dict) else () if is_set else enumerate(_elements(value))
+                for number, (key, each) in enumerate(elements):
+                    reached.append((f"{place}[{key if isinstance(key, _VALUES) else number!r}]", each))
+            if type(value) in _COLLECTIONS:
+                continue
+            if isinstance(value, MethodType):
                 reached.append((place, value.__self__))
             elif isinstance(value, FunctionType):
                 cells = dict(zip(value.__code__.co_freevars, value.__closure__ or ()))
                 table = _Live({name: partial(getattr, cell, "cell_contents") for name, cell in cells.items()})
-                note(place, table, cells.keys() - {"__class__"})
+                note(place, table, cells.keys() - {"__class__"} - _stored(value.__code__))
             else:
-                slots = {name for kind in type(value).__mro__ for name in vars(kind).get("__slots__", ())}
+                declared = (vars(kind).get("__slots__", ()) for kind in type(value).__mro__)
+                slots = {name for each in declared for name in ([each] if isinstance(each, str) else each)}
+                note(place, _Live({name: partial(getattr, value, name) for name in slots & of_objects}), of_objects)
                 has_dict = hasattr(value, "__dict__")
-                own = vars(value) if has_dict else _Live({name: partial(getattr, value, name) for name in slots & of_objects})
+                own = vars(value) if has_dict else {}
                 note(place, own, of_objects)
                 hidden = sorted((of_objects & {*dir(type(value))}) - own.keys() - slots if has_dict else ())
-                of_class = (name for name in hidden if not callable(getattr(type(value), name, None)))
+                of_class = (name for name in hidden if not callable(inspect.getattr_static(type(value), name, None)))
                 found |= {f"{place}.{name}": (own, name) for name in of_class}  # which the object may hide
         return found
 
@@ -106,19 +113,25 @@ def _names_of(code: CodeType) -> list[str]:
     return list(dict.fromkeys(each.argval for each in dis.get_instructions(code) if each.opname == "LOAD_GLOBAL"))
 
 
+@cache
+def _stored(code: CodeType) -> frozenset[str]:
+    """Returns the variables of its closure that a function assigns, such as a counter."""
+    return frozenset(each.argval for each in dis.get_instructions(code) if each.opname == "STORE_DEREF")
+
+
 def noted(value: Any) -> Any:
     """Returns a value with what can change in it: elements, versions and states."""
     if isinstance(value, _COLLECTIONS):
         return value, [*map(noted, _elements(value))]
     if isinstance(value, Tensor) and not value.is_inference():
-        return value, value._version
+        return value, None if isinstance(value, nn.Parameter) else value._version  # which an optimizer advances
     return value, GeneratorState([value]).of_last() if is_generator(value) else None
 
 
 def _elements(value: Any) -> list[Any]:
     """Returns the elements of a collection. Equal sets give them in the same order."""
     if isinstance(value, (set, frozenset)):
-        return sorted(value, key=hash)
+        return sorted(value, key=lambda each: (repr(each), 0) if isinstance(each, _VALUES) else ("", hash(each)))
     if isinstance(value, partial):
         return [value.func, value.args, value.keywords]
     return list(value.items() if isinstance(value, dict) else value)
