@@ -78,7 +78,7 @@ def verify(pipe: GPipe, input: Any, target: Any, loss: Callable[[Any, Any], Tens
     if wrong:
         rest = f"; of {len(wrong)} differences, the last is {wrong[-1][0]}" if len(wrong) > 1 else ""
         what, difference = wrong[0]
-        text = f"in the pipeline, {what} differs from that of the layers without stages, by {difference:.2g}{rest}"
+        text = f"in the pipeline, {what} differs from the result of the layers without stages, by {difference:.2g}{rest}"
         raise AssertionError(text)
 
 
