@@ -100,14 +100,9 @@ StreamEvents DeviceLink::receive(std::vector<Parcel>& parcels) {
   return {record_event(device_)};
 }
 
-StreamEvent DeviceLink::join() {
-  StreamEvent ended;
-  {
-    const c10::OptionalStreamGuard copying(stream_);
-    ended = record_event(device_);
-  }
-  wait(ended, device_);
-  return ended;
+StreamEvent DeviceLink::end() {
+  const c10::OptionalStreamGuard copying(stream_);
+  return record_event(device_);
 }
 
 }  // namespace gpipe

@@ -51,8 +51,8 @@ class DeviceLink {
   void send(std::span<const at::Tensor> tensors);
   /// Receives the parcels' meta tensors. Returns the event after which they have come. Errors: ConnectionError.
   StreamEvents receive(std::vector<Parcel>& parcels);
-  /// Makes the worker's later work come after all transfers. Returns the event of their end.
-  StreamEvent join();
+  /// Returns the event after which all transfers so far are over.
+  StreamEvent end();
 
  private:
   void transfer(std::span<const at::Tensor> tensors);

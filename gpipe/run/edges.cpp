@@ -131,7 +131,7 @@ void Edges::settle(int worker) {
   if (!team.has_device_wires() || team.has_failed()) return;
   // Any link, because all transfers of the worker run in turn on one stream.
   const auto links = links_of(worker);
-  if (!links.empty()) await(worker, links.begin()->second->join());
+  if (!links.empty()) await(worker, links.begin()->second->end());
   team.check();
 }
 
