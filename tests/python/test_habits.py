@@ -238,7 +238,7 @@ MAY_REFUSE = {
     **dict.fromkeys(["number of a block", "number that is set for a call", "frozen for a call"], "the code around it does that"),
     **dict.fromkeys(["dict of several blocks", "generator of several blocks"], "they run at the same time"),
     "number of another block": "they run at the same time",
-    "another structure by a hook": "the code around it takes that of the conversion",
+    "another structure by a hook": "the code around it expects the structure of the conversion",
     "global hook": "the code between blocks would not call it",
     **dict.fromkeys(["attribute of the class", "method of the class", "property"], "each block is of another class, so none repeats"),
     "causal mask": "fake tensors cannot run the kernel of evaluation mode",
