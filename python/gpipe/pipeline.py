@@ -85,8 +85,9 @@ class GPipe(StagedModel):
         schedule: the order of actions in :meth:`step`: a name in :data:`gpipe.SCHEDULES`; or lists, a line per worker, such
             as ``0F0 0F1 0B0 0B1``: stage, kind, micro-batch (for fewer micro-batches, gpipe makes lists); or
             ``'@'`` and the path of a file with them, which must stay; or ``'auto'``: the first step measures, and later ones
-            have the schedule that is predicted to be the fastest, with the same bits. GPUs get none that needs more memory than ``'1f1b'``, or for several stages per worker than
-            ``'interleaved_1f1b'``. Measures best with at least four micro-batches.
+            have the schedule that is predicted to be the fastest, with the same bits. GPUs get none that needs more memory than
+            ``'1f1b'``, or for several stages per worker than ``'interleaved_1f1b'``. Measures best with at least four
+            micro-batches.
         placement: the worker of each stage; or ``'v'``, where stages ``s`` and ``n - 1 - s`` share one; or ``'looped'``, one
             per stage, and for interleaved schedules and ``'auto'`` one per given device: stage ``s`` of ``p`` workers is on
             worker ``s % p``. Lists, and a schedule that needs a V, have their own placement.
