@@ -52,7 +52,7 @@ class CachingAllocator {
     segment->erase(block);
   }
 
-  std::int64_t peak_reserved() const { return reserved_; }
+  std::int64_t reserved() const { return reserved_; }
 
  private:
   struct Block {

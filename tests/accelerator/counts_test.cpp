@@ -61,32 +61,24 @@ TEST(Counts, TheHostNeverWaitsForADevice) {
 TEST(Counts, StayOnTheDeviceOfTheTarget) {
   const auto classes = torch::tensor({1, 5, -100, -100, 4, -100, 0, -100});
   const auto weight = torch::tensor({0.0, 1.0, 2.0, 3.0, 0.5, 2.0});
-  for (const auto& of_target : {device(0), device(2), torch::Device(torch::kCPU)}) {
-    auto it = counted_pipe({device(0), device(1), device(2)}, Checkpoint::kNever);
-    auto plain = counted_pipe({torch::kCPU, torch::kCPU, torch::kCPU}, Checkpoint::kNever);
-    const auto parameters = it->parameters();
-    for (std::size_t i = 0; i < parameters.size(); ++i) plain->parameters()[i].detach().copy_(parameters[i]);
-    const auto step = [&](GPipe& pipe, const Tensor& target, const torch::Device& last) {
-      const auto options = torch::nn::CrossEntropyLossOptions().weight(weight.to(last));
-      torch::manual_seed(0);
-      const auto x = torch::randn({8, 6}).to(pipe->devices().front());
-      const auto moves = [loss = torch::nn::CrossEntropyLoss(options)](const Tensor& out, const Tensor& t) mutable {
-        return loss(out, t);
-      };
-      auto loss = tensor_loss(moves);
-      loss.reduction = Reduction::kMean;
-      loss.count = count_of_classes(weight.to(target.device()), -100);
-      return pipe->step(x, target, loss).loss.cpu();
-    };
-    const auto expected = step(plain, classes, torch::kCPU);
-    EXPECT_TRUE(expected.isfinite().item<bool>());
-    EXPECT_TRUE(torch::allclose(step(it, classes.to(of_target), device(2)), expected));
-    for (std::size_t i = 0; i < parameters.size(); ++i) {
-      EXPECT_TRUE(torch::allclose(it->parameters()[i].grad().cpu(), plain->parameters()[i].grad())) << i;
-    }
-    if (of_target.is_cpu()) continue;
-    const auto none = step(it, torch::full_like(classes, -100).to(of_target), device(2));
-    EXPECT_TRUE(none.isnan().item<bool>()) << "as PyTorch's";
+  auto it = counted_pipe({device(0), device(1), device(2)}, Checkpoint::kNever);
+  const auto x = torch::randn({8, 6}, device(0));
+  const auto step = [&](const Tensor& target) {
+    const auto options = torch::nn::CrossEntropyLossOptions().weight(weight.to(device(2)));
+    auto loss = tensor_loss([loss = torch::nn::CrossEntropyLoss(options)](const Tensor& out, const Tensor& t) mutable {
+      return loss(out, t);
+    });
+    loss.reduction = Reduction::kMean;
+    loss.count = count_of_classes(weight.to(target.device()), -100);
+    auto results = std::vector<Tensor>{it->step(x, target, loss).loss.cpu()};
+    for (const auto& gradient : take_gradients(*it)) results.push_back(gradient.defined() ? gradient.cpu() : gradient);
+    return results;
+  };
+  const auto expected = step(classes);
+  EXPECT_TRUE(expected[0].isfinite().item<bool>());
+  for (const int of_target : {0, 2}) {
+    expect_close(step(classes.to(device(of_target))), expected);
+    EXPECT_TRUE(step(torch::full_like(classes, -100).to(device(of_target)))[0].isnan().item<bool>()) << "as PyTorch's";
   }
 }
 

@@ -3,10 +3,8 @@
 #include <c10/core/impl/VirtualGuardImpl.h>
 
 #include <random>
-#include <sstream>
 
 #include "gpipe/tensors/transfer.h"
-#include "gpipe/timeline.h"
 #include "tests/accelerator/device.h"
 #include "tests/gpipe/generated_case.h"
 #include "tests/gpipe/instruments.h"
@@ -118,11 +116,6 @@ Scenarios scenarios() {
       pipe->forward(x).sum().backward();
     }
   });
-  add("loss_on_side_streams", [](Subject& it) {
-    const SideStreams streams;
-    (it.pipe->compute_loss(it.x * 1, torch::zeros({8, 5}, it.x.options()), kMse) * 2).backward();
-    it.adam.step();
-  });
   add("counts_on_side_streams", [](Subject& it) {
     const SideStreams streams;
     for (const auto& where : {it.x.device(), device(3)}) {
@@ -163,22 +156,6 @@ Scenarios scenarios() {
     const SideStreams others;
     torch::autograd::backward({outputs[0].square().sum(), outputs[1].square().sum()}, {});
   });
-  add("evaluation", [](Subject& it) {
-    it.pipe->eval();
-    for (const bool inference : {false, true}) {
-      const torch::NoGradGuard no_grad;
-      const c10::InferenceMode mode(inference);
-      it.pipe->forward(it.x).mul_(2);
-    }
-    it.pipe->train();
-  });
-  add("backward_on_another_stream", [](Subject& it) {
-    it.adam.zero_grad();
-    auto loss = it.pipe->forward(it.x * 2).square().mean();
-    const SideStreams streams;
-    loss.backward();
-    it.adam.step();
-  });
   add("errors", [](Subject& it) {
     const auto target = torch::zeros({8, 5}, it.x.options());
     auto loss = it.pipe->forward(it.x * 1).sum();
@@ -191,25 +168,25 @@ Scenarios scenarios() {
       train(it, it.x);
     }
   });
-  add("traced", [](Subject& it) {
-    const auto timeline = std::make_shared<Timeline>();
-    it.pipe->trace(timeline);
-    train(it, it.x);
-    it.faults->arm(FaultPlan::kBackward, [] { throw std::runtime_error("stop"); });
-    expect_error([&] { it.pipe->step(it.x, torch::zeros({8, 5}, it.x.options()), kMse); });
-    it.faults->disarm();
-    it.pipe->trace(nullptr);
-    EXPECT_GT(timeline->makespan(), 0);
-    EXPECT_LT(timeline->makespan(), 3600) << "times of one clock";
-  });
-  add("saved", [](Subject& it) {
-    train(it, it.x);
-    std::stringstream file;
-    torch::save(it.pipe, file);
-    torch::load(it.pipe, file);
-    train(it, it.x);
-  });
   return all;
+}
+
+// So violations can be found.
+TEST(CheckedDevice, FindsAMissingWaitAndMemoryThatIsFreedTooEarly) {
+  stream_order().take_violations();
+  auto x = torch::ones({4}, device(0));
+  const auto made = record_event(device(0));
+  {
+    const c10::OptionalStreamGuard scope(*new_stream(device(0)));
+    x.square();
+    wait(made, device(0));
+    x = Tensor();
+  }
+  EXPECT_THAT(stream_order().take_violations(),
+              ElementsAre(HasSubstr("aten::pow reads a tensor of shape [4] on stream"),
+                          HasSubstr("memory returns to stream 0 of device 0")));
+  const auto copy = torch::ones({4}, device(0)).to(torch::kCPU, /*non_blocking=*/true);
+  EXPECT_TRUE(copy.isnan().all().item<bool>()) << "the host has not waited";
 }
 
 /// The devices of the subject's stages.

@@ -46,7 +46,6 @@ struct Thread {
 struct Held {
   int device;
   double made;
-  std::int64_t bytes;
   int records = 0;
 };
 
@@ -71,8 +70,7 @@ class Simulation {
       if (!stream.items.empty()) throw std::logic_error("a stream waits for ever" + begun_transfers());
       result_.seconds = std::max(result_.seconds, stream.time);
     }
-    for (const auto& [device, allocator] : allocators_)
-      result_.memory[device].peak_reserved = allocator.peak_reserved();
+    for (const auto& [device, allocator] : allocators_) result_.reserved[device] = allocator.reserved();
     return std::move(result_);
   }
 
@@ -96,7 +94,6 @@ class Simulation {
     if (thread.next == thread.requests->size()) return kNever;
     const auto& request = (*thread.requests)[thread.next];
     if (thread.awaits != 0) return std::max(thread.time, events_[thread.awaits].over);
-    if (holds_lock(request)) return std::max(thread.time, lock_free_);
     if (request.kind == Request::kWait) return std::max(thread.time, events_[request.id].recorded);
     if (request.kind != Request::kFree) return thread.time;
     const auto found = held_.find(request.id);
@@ -121,7 +118,6 @@ class Simulation {
     switch (request.kind) {
       case Request::kLaunch:
         thread.time += machine_.seed == 0 ? machine_.launch : random_(generator_);
-        if (holds_lock(request)) lock_free_ = thread.time;
         enqueue(request.stream, {.request = &request, .enqueued = thread.time});
         break;
       case Request::kRecord:
@@ -168,11 +164,6 @@ class Simulation {
     } else {
       stream.time = execute(log_.devices[index], *item.request, at);
     }
-  }
-
-  bool holds_lock(const Request& request) const {
-    const bool is_of_layers = request.action.find_first_of("FR") != std::string::npos && !request.work.is_copy();
-    return machine_.gil && request.kind == Request::kLaunch && is_of_layers;
   }
 
   static std::int64_t transfer_of(const Item& item) {
@@ -223,40 +214,29 @@ class Simulation {
     double start = at;
     for (const auto* free : engines) start = std::max(start, *free);
     for (auto* free : engines) *free = start + seconds;
-    result_.spans.push_back({device, work.is_copy(), start, start + seconds, request.operation, request.action});
+    result_.spans.push_back({device, work.is_copy(), start, start + seconds, request.action});
     return start + seconds;
   }
 
   void allocate(const Request& request, double at) {
     const int device = log_.devices[request.stream];
     const double scale = request.work.bytes < kLeastScaled ? 1 : machine_.scale;
-    const auto bytes = static_cast<std::int64_t>(scale * request.work.bytes);
-    held_[request.id] = {device, at, bytes};
-    allocators_[device].allocate(request.id, request.stream, bytes);
-    live_[device] += bytes;
-    auto& peak = result_.memory[device].peak_live;
-    peak = std::max(peak, live_[device]);
+    held_[request.id] = {device, at};
+    allocators_[device].allocate(request.id, request.stream, static_cast<std::int64_t>(scale * request.work.bytes));
   }
 
   void free(const Request& request, double at) {
     const auto found = held_.find(request.id);
     if (found == held_.end()) return;  // allocated before the log
-    auto& held = found->second;
-    live_[held.device] -= held.bytes;
-    waiting_[held.device] += held.bytes;
-    held.records = static_cast<int>(request.streams.size());
+    found->second.records = static_cast<int>(request.streams.size());
     for (const int stream : request.streams) {
       enqueue(stream, {.request = &request, .enqueued = at, .frees = request.id});
     }
-    if (held.records == 0) return release(request.id);
-    auto& peak = result_.memory[held.device].peak_waiting;
-    peak = std::max(peak, waiting_[held.device]);
+    if (request.streams.empty()) release(request.id);
   }
 
   void release(std::int64_t id) {
-    const auto& held = held_.at(id);
-    waiting_[held.device] -= held.bytes;
-    allocators_[held.device].free(id);
+    allocators_[held_.at(id).device].free(id);
     held_.erase(id);
   }
 
@@ -267,11 +247,8 @@ class Simulation {
   std::set<int> busy_;  // the streams that have items
   std::map<std::int64_t, Event> events_;
   std::map<std::string, double> engines_;  // when each is free
-  double lock_free_ = 0;                   // when the interpreter's lock is free
   std::map<std::int64_t, Held> held_;
   std::map<int, CachingAllocator> allocators_;
-  std::map<int, std::int64_t> live_;
-  std::map<int, std::int64_t> waiting_;
   struct Transfer {
     int ends = 0;  // that have begun
     double end = kNever;

@@ -22,7 +22,6 @@ struct Machine {
   double link_rate = 100e9;     ///< bytes between two devices, or between a device and the host
   double link_latency = 5e-6;
   int transfers = 1;       ///< between ranks, that a device can run at once
-  bool gil = false;        ///< launches of forwards and recomputes, as Python's layers make, exclude each other
   std::uint64_t seed = 0;  ///< unless 0, launches take random times
   double scale = 1;        ///< of a tensor's bytes and operations, unless it has only a few numbers
 };
@@ -62,22 +61,14 @@ struct DeviceSpan {
   bool is_copy;
   double start;
   double end;
-  std::string_view operation;
   std::string action;  ///< see exchange_action()
-};
-
-/// Bytes of a device, without what was allocated before the log.
-struct DeviceMemory {
-  std::int64_t peak_live = 0;
-  std::int64_t peak_reserved = 0;  ///< by the rules of PyTorch's caching allocator
-  std::int64_t peak_waiting = 0;   ///< freed, but another stream's work is not over
 };
 
 struct Replay {
   double seconds = 0;       ///< until the last work is over
   double host_seconds = 0;  ///< until the last request is made
   std::vector<DeviceSpan> spans;
-  std::map<int, DeviceMemory> memory;
+  std::map<int, std::int64_t> reserved;  ///< bytes of each device, by the rules of PyTorch's caching allocator
 };
 
 /// Runs a log on a machine. A device has one engine for operators and one for copies in each direction. An engine
