@@ -67,23 +67,6 @@ TEST_F(IdxTest, DamagedFilesAreNamed) {
 
 using unet::list_samples;
 
-TEST(SceneTest, PartsOfACarHaveTheirOwnClasses) {
-  for (int classes = 2; classes <= 4; ++classes) {
-    const auto scene = unet::draw_scene(3, 0, {192, 128}, classes);
-    EXPECT_EQ(at::bincount(scene.mask.flatten()).size(0), classes);
-  }
-  EXPECT_THROW(unet::draw_scene(3, 0, {192, 128}, 5), std::invalid_argument);
-}
-
-TEST(MaskTest, PaintedLabelsAreReadBack) {
-  const TemporaryDirectory directory;
-  for (const int classes : {2, 3, 21, unet::kMaxClasses}) {
-    const auto labels = at::arange(3 * 64).remainder(classes).to(at::kByte).view({3, 64});
-    write_png(directory / "mask.png", unet::paint_labels(labels, classes));
-    EXPECT_TRUE(at::equal(unet::read_labels(directory / "mask.png", classes), labels)) << classes;
-  }
-}
-
 // A line has the bytes of a file of two pixels in base64, its name, the number of classes, and the classes of the pixels or
 // an error. Python has the same test.
 TEST(MaskTest, MasksHoldClasses) {
@@ -189,15 +172,6 @@ TEST(SegmentationTest, LossIsCrossEntropyAndDice) {
   const auto both = (things * true_things).sum({2, 3}), sum = (things + true_things).sum({2, 3});
   const auto dice = ((2 * both + 1) / (sum + 1)).mean();
   EXPECT_NEAR(unet::segmentation_loss(logits, labels).item<double>(), (cross_entropy + 1 - dice).item<double>(), 1e-5);
-}
-
-TEST(SegmentationTest, ScoresCountPixels) {
-  const auto predicted = at::tensor({1, 2, 2, 0, 2, 2, 0, 0}, at::kByte);
-  const auto truth = at::tensor({1, 2, 1, 0, 2, 2, 2, 0}, at::kByte);
-  const auto scores = unet::to_scores(unet::count_pairs(predicted, truth, 4));
-  const auto of_classes = at::tensor({2.0 / 3, 1.0 / 2, 6.0 / 8, 3.0 / 5, 1.0, 1.0}, at::kDouble).view({3, 2});
-  EXPECT_TRUE(at::allclose(scores.slice(0, 1), of_classes)) << "class 3 is neither predicted nor true";
-  EXPECT_TRUE(at::allclose(scores[0], of_classes.mean(0)));
 }
 
 }  // namespace

@@ -1,7 +1,4 @@
-#include <sys/resource.h>
 #include <sys/stat.h>
-
-#include <csignal>
 
 #include "gpipe/snapshot/folder.h"
 #include "tests/snapshot/samples.h"
@@ -206,24 +203,6 @@ TEST(ReplaceFile, KeepsThePreviousFileUntilAllIsWritten) {
     EXPECT_THAT(error_of([&] { replace_file(path, abandon); }), HasSubstr("another writer"));
   });
   EXPECT_EQ(bytes_of(path), "new");
-  EXPECT_FALSE(std::filesystem::exists(folder / "file.tmp"));
-}
-
-TEST(ReplaceFile, KeepsThePreviousFileIfTheNewOneIsTooLarge) {
-  const TemporaryDirectory folder;
-  write_bytes(folder / "file", "old");
-  const std::string large(std::size_t{2} << 20, 'x');
-  rlimit before{};
-  ASSERT_EQ(::getrlimit(RLIMIT_FSIZE, &before), 0);
-  const rlimit limit{1 << 20, before.rlim_max};
-  auto* const handler = std::signal(SIGXFSZ, SIG_IGN);
-  ASSERT_EQ(::setrlimit(RLIMIT_FSIZE, &limit), 0);
-  const auto write_large = [&](const ByteSink& sink) { sink(large.data(), large.size()); };
-  const auto error = error_of([&] { replace_file(folder / "file", write_large); });
-  ::setrlimit(RLIMIT_FSIZE, &before);
-  std::signal(SIGXFSZ, handler);
-  EXPECT_THAT(error, AllOf(HasSubstr((folder / "file").string()), HasSubstr("File too large")));
-  EXPECT_EQ(bytes_of(folder / "file"), "old");
   EXPECT_FALSE(std::filesystem::exists(folder / "file.tmp"));
 }
 
