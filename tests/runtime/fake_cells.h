@@ -157,14 +157,6 @@ struct Fault {
   Action action;
 };
 
-/// A program with every kind of action, and a skip over the middle stage.
-inline Program every_kind() {
-  return Program::make(
-      straight(3, 4), chain(3, {{0, {2}, ""}}),
-      lists({"0F0 0F1 0F2 0R0 0B0 0F3 0R1 0I1 0W1 0I2 0B3 0W2", "1F0 1F1 1R0 1B0 1F2 1I1 1F3 1R2 1B2 1W1 1B3",
-             "2F0 2I0 2F1 2W0 2R1 2B1 2F2 2B2 2F3 2I3 2W3"}));
-}
-
 /// REQUIRES: the error is a std::exception.
 inline std::string message(const Failure& failure) {
   return error_of<std::exception>([&] { std::rethrow_exception(failure.error); });
@@ -180,18 +172,6 @@ inline void expect_reference(const Program& program, const FakeCells& cells) {
   const auto expected = reference(program);
   EXPECT_EQ(cells.outputs, expected.outputs);
   EXPECT_EQ(cells.weights, expected.weights);
-}
-
-/// Runs the program with random delays and compares with the reference. An even seed runs it in two parts, if it has
-/// two phases.
-inline void expect_runs(Executor& executor, const Program& program, std::uint64_t seed) {
-  FakeCells cells(program, seed);
-  const bool in_parts = program.two_phase() && seed % 2 == 0;
-  for (const auto part : in_parts ? std::vector{Part::kForward, Part::kBackward} : std::vector{Part::kAll}) {
-    expect_success(executor.run(program, part, cells));
-  }
-  EXPECT_EQ(cells.ran, program.schedule());
-  expect_reference(program, cells);
 }
 
 }  // namespace gpipe::testing

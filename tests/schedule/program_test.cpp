@@ -66,39 +66,9 @@ TEST(CutEdges, RefusesInvalidBalancesAndLayers) {
   EXPECT_THROW(cut_edges({1, 1}, {{-1, {1}, "s"}}), std::out_of_range);
 }
 
-TEST(Wiring, GivesEachActionItsEdges) {
-  struct Case {
-    std::string action;
-    std::vector<int> takes, puts;
-  };
-  const std::vector<Case> cases = {{"0F0", {}, {0, 2}}, {"2F0", {1, 2}, {}}, {"0B0", {0, 2}, {}}, {"0I0", {0, 2}, {}},
-                                   {"2I0", {}, {1, 2}}, {"1R0", {}, {}},     {"1W0", {}, {}}};
-  const Wiring wiring(3, chain(3, {{0, {2}, ""}}));
-  const auto list = [](std::span<const int> edges) { return std::vector(edges.begin(), edges.end()); };
-  for (const auto& [text, takes, puts] : cases) {
-    EXPECT_EQ(list(wiring.takes(action(text))), takes) << text;
-    EXPECT_EQ(list(wiring.puts(action(text))), puts) << text;
-  }
-}
-
 TEST(Program, KnowsItsPhases) {
-  const auto fills = gpipe_program(straight(3, 2));
-  EXPECT_EQ(fills.workers(), 3);
-  EXPECT_TRUE(fills.has_backward());
-  EXPECT_TRUE(fills.two_phase());
-  for (int s = 0; s < 3; ++s) {
-    EXPECT_TRUE(fills.recomputes(s, 0));
-    EXPECT_FALSE(fills.recomputes(s, 1));
-    EXPECT_EQ(fills.actions(s, Part::kForward).size(), 2u);
-  }
-  const auto inference = plain_program(straight(2, 3), fill(straight(2, 3)));
-  EXPECT_FALSE(inference.has_backward());
-  EXPECT_TRUE(inference.two_phase());
-  EXPECT_EQ(inference.actions(1, Part::kForward).size(), 3u);
-  const auto mixes = plain_program(straight(2, 3), make_schedule("1f1b", straight(2, 3), Checkpoint::kNever));
-  EXPECT_FALSE(mixes.two_phase());
-  EXPECT_EQ(mixes.actions(0, Part::kForward).size(), 2u);
-  EXPECT_EQ(mixes.actions(1, Part::kForward).size(), 1u);
+  EXPECT_TRUE(gpipe_program(straight(3, 2)).two_phase());
+  EXPECT_FALSE(plain_program(straight(2, 3), make_schedule("1f1b", straight(2, 3), Checkpoint::kNever)).two_phase());
 }
 
 TEST(FillDrain, RecomputesAsTheModeSaysAndDrainsInReverse) {

@@ -158,33 +158,6 @@ TEST(Segments, RunAsOneStage) {
             "[gpipe] checkpoint has 3 modes, but there are 2 stages; give one mode for all, or one per stage");
 }
 
-// Leaving out all segments but one of each stage leaves the schedule of the stages.
-TEST(Segments, KeepTheOrderOfEverySchedule) {
-  std::mt19937_64 random(1);
-  for_each_shape(4, 3, {1, 3, 8}, [&](const std::string& name, const Layout& layout) {
-    if (layout.workers() == 1) return;
-    Layout cut{0, layout.micro_batches, {}};
-    std::vector<int> stage_of;
-    for (int stage = 0; stage < layout.stages; ++stage) {
-      const bool is_middle = stage + 1 < layout.stages && layout.placement[stage + 1] == layout.placement[stage];
-      const bool ends_middle = stage > 0 && layout.placement[stage - 1] == layout.placement[stage];
-      for (auto count = is_middle || ends_middle ? 1 : 1 + random() % 3; count > 0; --count) {
-        cut.placement.push_back(layout.placement[stage]);
-        stage_of.push_back(stage);
-      }
-    }
-    cut.stages = static_cast<int>(cut.placement.size());
-    auto lists = make_schedule(name, cut, Checkpoint::kNever);
-    EXPECT_NO_THROW(verify(cut, all_pairs(cut.stages), lists));
-    for (auto& list : lists) {
-      std::erase_if(list,
-                    [&](const Action& it) { return it.stage > 0 && stage_of[it.stage - 1] == stage_of[it.stage]; });
-      for (auto& action : list) action.stage = stage_of[action.stage];
-    }
-    EXPECT_EQ(lists, make_schedule(name, layout, Checkpoint::kNever));
-  });
-}
-
 // Of the micro-batches that a stage has in flight, so many are never stored at once.
 TEST(Checkpoints, RecomputeSoManyOfTheMicroBatchesInFlight) {
   for_each_shape(4, 2, {1, 3, 8, 17}, [&](const std::string& name, const Layout& layout) {
@@ -202,24 +175,6 @@ TEST(Checkpoints, RecomputeSoManyOfTheMicroBatchesInFlight) {
     EXPECT_EQ(make_schedule(name, layout, Checkpoint::in_flight(1000)),
               make_schedule(name, layout, Checkpoint::kAlways));
   });
-}
-
-// The first two are the lists that PyTorch 2.11 makes.
-TEST(Schedules, HaveTheirLists) {
-  const auto lists = [](const char* name, const Layout& layout) { return to_text(never_recomputing(name, layout)); };
-  EXPECT_EQ(lists("interleaved_1f1b", looped(2, 2, 4)),
-            "0F0 0F1 2F0 2F1 0F2 2B0 0F3 2B1 2F2 0B0 2F3 0B1 2B2 2B3 0B2 0B3\n"
-            "1F0 1F1 3F0 3B0 3F1 3B1 1F2 1B0 1F3 1B1 3F2 3B2 3F3 3B3 1B2 1B3\n");
-  EXPECT_EQ(lists("dualpipe_v", v_shaped(2, 5)),
-            "0F0 0F1 0F2 3F0 3I0 3W0 3F1 0F3 3B1 3F2 0B0 0F4 3B2 3F3 0B1 3B3 3F4 0B2 3B4 0I3 0W3 0I4 0W4\n"
-            "1F0 2F0 1F1 2F1 1F2 2B0 2F2 1B0 1F3 2B1 2F3 1B1 1F4 2B2 2F4 1B2 2B3 1B3 2I4 1I4 2W4 1W4\n");
-  // With fewer micro-batches than the rule needs, the others are left out.
-  EXPECT_EQ(lists("dualpipe_v", v_shaped(2, 1)),
-            "0F0 3F0 3I0 3W0 0B0\n"
-            "1F0 2F0 2B0 1B0\n");
-  EXPECT_EQ(to_text(make_schedule("zb_h1", straight(2, 2), Checkpoint::kExceptLast)),
-            "0F0 0F1 0R0 0I0 0W0 0I1 0W1\n"
-            "1F0 1R0 1I0 1F1 1I1 1W0 1W1\n");
 }
 
 TEST(Schedules, RefuseWhatDoesNotFit) {

@@ -24,23 +24,6 @@ Span span_of(const Timeline& timeline, const std::string& text) {
 
 double start(const Simulation& simulation, const std::string& text) { return span_of(simulation.timeline, text).start; }
 
-TEST(Simulator, TimesEveryActionOfASmallProgram) {
-  const auto program = gpipe_program(straight(2, 2), Checkpoint::kAlways);
-  const auto result = simulate(program, even(program, {1, 1, 2, 0, 0}));
-  std::string spans;
-  for (const Span& span : result.timeline.spans) {
-    spans += std::to_string(span.worker) + ":" + to_string(span.action) + "@" +
-             std::to_string(static_cast<int>(span.start)) + "-" + std::to_string(static_cast<int>(span.end)) + " ";
-  }
-  EXPECT_EQ(spans,
-            "0:0F0@0-1 0:0F1@1-2 0:0R1@2-3 0:0B1@6-8 0:0R0@8-9 0:0B0@9-11 "
-            "1:1F0@1-2 1:1F1@2-3 1:1R1@3-4 1:1B1@4-6 1:1R0@6-7 1:1B0@7-9 ");
-  EXPECT_EQ(result.makespan, 11);
-  EXPECT_DOUBLE_EQ(result.bubble, 1 - 16.0 / 22);
-  EXPECT_EQ(result.timeline.workers, 2);
-  EXPECT_EQ(result.timeline.edges.size(), 1);
-}
-
 TEST(Simulator, ForwardsOfRecomputedCellsHaveTheirOwnCost) {
   const auto program = gpipe_program(straight(1, 3), Checkpoint::kExceptLast);
   auto costs = even(program, {5, 1, 2, 0, 0});
@@ -74,15 +57,6 @@ TEST(Simulator, EdgesBetweenTwoWorkersShareALink) {
   EXPECT_EQ(start(result, "1F0"), 5) << "two transfers of 2 s";
   EXPECT_EQ(start(result, "2F0"), 8) << "another link";
   EXPECT_EQ(start(result, "0B0"), 17) << "1B0 ends at 13, and the link back sends two gradients";
-}
-
-TEST(Simulator, InferenceHasOneCellPerWorker) {
-  const auto layout = layout_of({0, 1, 0}, 2);
-  const auto program = plain_program(layout, fill(layout));
-  const auto result = simulate(program, even(program, {}));
-  EXPECT_THAT(result.peak_cells, ElementsAre(1, 1));
-  EXPECT_EQ(result.makespan, 0) << "nothing costs time";
-  EXPECT_EQ(result.bubble, 0);
 }
 
 TEST(Simulator, RefusesCostsThatDoNotFit) {
@@ -195,13 +169,6 @@ TEST(Footprint, GraphsAccumulateUntilTheDrain) {
   EXPECT_THAT(timeline.peak_bytes(), ElementsAre(2040, 2040));
 }
 
-TEST(Footprint, RecomputedCellHoldsItsGraphFromItsRecompute) {
-  EXPECT_EQ(
-      print(run(2, 2, Checkpoint::kAlways, {cells(0), cells(1)}).timeline),
-      "0F0 0 305 100; 0F1 100 405 200; 0R1 200 1105 1100; 0B1 1100 1140 111; 0R0 111 1016 1011; 0B0 1011 1051 21; "
-      "1F0 0 305 100; 1F1 100 405 200; 1R1 200 1105 1100; 1B1 1100 1140 111; 1R0 111 1016 1011; 1B0 1011 1051 11; ");
-}
-
 TEST(Footprint, OutputsBelongToTheCallerAfterTheLastForward) {
   auto last = cells(1);
   last.forward.held = {{600, Until::kLast, 1}, {400, Until::kForwardsEnd}};
@@ -228,21 +195,6 @@ TEST(Footprint, GradientsAreHeldUntilASlowReceiverHasRun) {
   const auto program = gpipe_program(straight(2, 3), Checkpoint::kNever);
   const auto simulation = simulate(program, {{{{1, 0, 100, 0, 0}}, {{1, 0, 1, 0, 0}}}, {0}, {cells(0), cells(1)}});
   EXPECT_EQ(simulation.timeline.spans.back().bytes.after, 31);
-}
-
-TEST(Footprint, StepsAreAccountedSeparately) {
-  auto timeline = run(2, 2, Checkpoint::kExceptLast, {}).timeline;
-  EXPECT_THAT(timeline.peak_bytes(), ElementsAre(0, 0));
-  auto twice = timeline;
-  for (Span span : timeline.spans) {
-    span.step = 1;
-    span.start += 100;
-    span.end += 100;
-    twice.spans.push_back(span);
-  }
-  account(timeline, {cells(0), cells(1)});
-  account(twice, {cells(0), cells(1)});
-  EXPECT_EQ(print(twice), print(timeline) + print(timeline));
 }
 
 TEST(Footprint, BytesCanBeHeldUntilTheLaterOfTwoActions) {

@@ -98,28 +98,22 @@ TEST(ChromeJson, HasAnArrowPerEdgeAndDirectionWithinAStep) {
   expect_inside(ends[0], 1, 0.5, 1);     // 1F0
   expect_inside(starts[1], 1, 1.25, 2);  // 1B0
   expect_inside(ends[1], 0, 2, 3);       // 0B0
+  for (const int arrow : {0, 1}) EXPECT_EQ(starts[arrow].at("id"), ends[arrow].at("id"));
+  EXPECT_NE(starts[0].at("id"), starts[1].at("id"));
   auto partial = small();
   partial.spans.resize(3);  // 1R0 and 1B0 did not run
   EXPECT_EQ(events(partial, "s").size(), 1);
   EXPECT_EQ(events(partial, "f").size(), 1);
+  auto twice = small();  // two replicas
+  twice.replicas = 2;
+  twice.workers = 4;
+  for (Span span : small().spans) {
+    span.worker += 2;
+    twice.spans.push_back(span);
+  }
+  EXPECT_EQ(events(twice, "s").size(), 4) << "arrows stay within a replica";
   for (Span& span : timeline.spans) span.step = span.worker;
   EXPECT_TRUE(events(timeline, "s").empty());
-}
-
-TEST(ChromeJson, GivesEachArrowItsOwnId) {
-  const auto layout = straight(4, 5);
-  for (const auto* name : {"gpipe", "zb_h1"}) {
-    const auto timeline = simulated(layout, make_schedule(name, layout, Checkpoint::kAlways), {1, 1, 2, 1, 1}).timeline;
-    std::map<int, json> open;
-    for (const json& event : events(timeline, "s")) EXPECT_TRUE(open.emplace(event.at("id"), event).second);
-    EXPECT_EQ(open.size(), 2 * 3 * 5);
-    for (const json& event : events(timeline, "f")) {
-      ASSERT_TRUE(open.contains(event.at("id")));
-      EXPECT_LT(open[event.at("id")].at("ts"), event.at("ts"));
-      open.erase(event.at("id"));
-    }
-    EXPECT_TRUE(open.empty());
-  }
 }
 
 }  // namespace
