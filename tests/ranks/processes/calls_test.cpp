@@ -54,20 +54,12 @@ RANKS_TEST(RanksCalls, LeaveNothingBehind, 4, {.ranks = patient().replicas(2)}) 
       const auto x = torch::ones({1 + i * 7 % 50, 4});
       for (auto& each : {pipe, kept}) GPipe(each)->step(x, x, kMse, StepOptions().scale(1 + i / 1e4));
     }
-    // A pipeline leaves its group to a thread, which ends soon: waits until nothing has changed for half a second.
-    std::pair<std::size_t, std::size_t> used;
-    for (int same = 0; same < 10; ++same) {
-      std::this_thread::sleep_for(milliseconds(50));
-      const std::pair now(thread_count(), open_files());
-      if (now != used) same = -1;
-      used = now;
-    }
-    return used;
   };
-  const auto [threads, files] = use(3);
-  const auto [threads_after, files_after] = use(10);
-  EXPECT_LT(threads_after, threads + 5);  // one may be about to end; 10 pipelines would leave 10
-  EXPECT_LT(files_after, files + 5);
+  use(3);
+  const auto threads = thread_count() + 5, files = open_files() + 5;
+  use(10);  // each would leave a thread and a file
+  // A pipeline leaves its group to a thread, which ends soon: if it never does, the job runs out of time.
+  while (thread_count() >= threads || open_files() >= files) std::this_thread::sleep_for(milliseconds(10));
 }
 
 RANKS_TEST(RanksCalls, ShareNumbers, 2) {
@@ -96,32 +88,6 @@ RANKS_TEST(RanksCalls, SumOverReplicas, 6, {.ranks = patient().replicas(3)}) {
               HasSubstr("rank 5 calls sum of 2 numbers over replicas, but rank 0 calls sum of 1"));
   EXPECT_EQ(ranks->part(7, 0), std::pair(0L, 3L));
   EXPECT_EQ(ranks->part(7, 2), std::pair(5L, 7L));
-}
-
-RANKS_TEST(RanksCalls, GatherTimelines, 2) {
-  auto pipe = make_pipe(4, "1f1b", ranks);
-  const auto timeline = std::make_shared<Timeline>();
-  pipe->trace(timeline);
-  for (int step = 0; step < 2; ++step) pipe->step(torch::ones({8, 4}), torch::ones({8, 4}), kMse);
-  const auto all = pipe->team().gather(*timeline);
-  EXPECT_EQ(all.spans.empty(), ranks->rank() != 0);
-  if (ranks->rank() != 0) return;
-  EXPECT_EQ(all.workers, 4);
-  EXPECT_EQ(all.edges.size(), 3);
-  std::map<std::tuple<int, int, Kind>, std::map<int, Span>> spans;  // by stage
-  for (const auto& span : all.spans) {
-    const auto& [kind, stage, micro_batch] = span.action;
-    if (kind == Kind::R) continue;
-    EXPECT_TRUE((spans[{span.step, micro_batch, kind}].emplace(stage, span).second));
-  }
-  EXPECT_EQ(spans.size(), 2 * 4 * 2);
-  // The ranks have one clock: an action ends before the next stage's begins.
-  for (const auto& [of, by_stage] : spans) {
-    const bool forward = std::get<Kind>(of) == Kind::F;
-    for (int s = 0; s < 3; ++s) {
-      EXPECT_LE(by_stage.at(forward ? s : s + 1).end, by_stage.at(forward ? s + 1 : s).start);
-    }
-  }
 }
 
 // Clipping and unscaling over ranks have the bits of one process, which are PyTorch's up to rounding.

@@ -1,14 +1,12 @@
-// Ranks as launchers start them: by the environment, and on two hosts. Attempts to run a job.
+// Ranks as launchers start them: by the environment. Attempts to run a job.
 
 #include <arpa/inet.h>
+#include <sched.h>
 #include <sys/socket.h>
 #include <sys/wait.h>
 #include <unistd.h>
 
-#include <csignal>
-#include <cstdio>
 #include <fstream>
-#include <iostream>
 #include <thread>
 
 #include "gpipe/ranks/job.h"
@@ -169,79 +167,21 @@ RANKS_TEST(RanksEnvironment, ASecondProcessOfARankIsRefused, 3) {
   ranks->finish();  // the store lives until all have come
 }
 
-/// Returns the command's exit status, or minus a signal, and its output.
-End shell(const std::string& command) {
-  FILE* pipe = popen(("exec 2>&1\n" + command).c_str(), "r");
-  if (pipe == nullptr) throw std::runtime_error("cannot start a shell");
-  std::string text;
-  char buffer[4096];
-  while (const auto bytes = fread(buffer, 1, sizeof buffer, pipe)) text.append(buffer, bytes);
-  const int status = pclose(pipe);
-  return {WIFEXITED(status) ? WEXITSTATUS(status) : -WTERMSIG(status), text};
-}
-
-/// The command that runs this test in a process that is a rank of a job, by its environment.
-std::string this_test_as_a_rank() {
-  const auto* info = ::testing::UnitTest::GetInstance()->current_test_info();
-  return "env GPIPE_TEST_AS_RANK=1 OMP_NUM_THREADS=1 " + std::filesystem::read_symlink("/proc/self/exe").string() +
-         " --gtest_brief=1 --gtest_filter=" + info->test_suite_name() + "." + info->name();
-}
-bool is_a_rank() { return std::getenv("GPIPE_TEST_AS_RANK") != nullptr; }
-
 TEST(RanksEnvironment, ARankWithAnotherClock) {
-  if (is_a_rank()) {
+  const auto set_clock = [](int rank) {  // of a child, which then is the rank
+    if (rank == 0 || unshare(CLONE_NEWTIME) != 0) return;
+    std::ofstream("/proc/self/timens_offsets") << "monotonic 5000 0" << std::endl;
+    int status = 0;
+    if (const auto child = fork()) std::_Exit(waitpid(child, &status, 0) == child ? WEXITSTATUS(status) : 3);
+  };
+  const auto body = [](const std::shared_ptr<Ranks>& ranks) {
     const auto all = std::make_shared<Timeline>();
-    step(Ranks::from_environment(patient()), all);
-    std::cout << all->spans.size() << " spans, " << (all->makespan() < 1000 ? "on one axis" : "apart") << "\n";
-    return;
-  }
-  const auto command = this_test_as_a_rank();
-  const auto run =
-      shell("ahead() { timeout 60 unshare --time --monotonic 5000 --fork \"$@\"; }\nahead true || exit 77\n" +
-            ("export WORLD_SIZE=2 MASTER_ADDR=127.0.0.1 MASTER_PORT=" + std::to_string(free_port())) +
-            "\nRANK=1 ahead " + command + " &\nRANK=0 " + command + "; wait");
-  if (run.status == 77) GTEST_SKIP() << "this machine does not permit time namespaces: " << run.output;
-  EXPECT_THAT(run.output, HasSubstr("10 spans, on one axis"));
-}
-
-// Two network namespaces, joined by a cable, which is cut when both ranks train. $1: the command.
-constexpr const char* kTwoHosts = R"(
-a=gpipe_a_$$ b=gpipe_b_$$ out=$(mktemp -d)
-trap 'ip netns del $a; ip netns del $b; rm -rf $out' EXIT
-ip netns add $a && ip netns add $b && ip link add v0 netns $a type veth peer name v1 netns $b || exit 77
-ip -n $a addr add 10.77.0.1/24 dev v0; ip -n $b addr add 10.77.0.2/24 dev v1
-for end in "$a v0" "$b v1"; do set -- "$1" $end; ip -n $2 link set lo up; ip -n $2 link set $3 up; done
-host() {
-  ip netns exec $1 env RANK=$2 WORLD_SIZE=2 MASTER_ADDR=10.77.0.1 MASTER_PORT=29700 timeout 60 $3 >$out/$2 2>&1
-  echo "rank $2 ended with $?" >>$out/$2
-}
-host $a 0 "$1" & host $b 1 "$1" &
-until grep -q trains $out/0 && grep -q trains $out/1 || grep -q ended $out/0 $out/1; do sleep 0.1; done
-ip -n $a link set v0 down
-wait
-cat $out/0 $out/1
-)";
-
-TEST(RanksEnvironment, TheLinkOfTwoHostsIsCut) {
-  if (is_a_rank()) try {
-      const auto ranks = Ranks::from_environment(RanksOptions().timeout(seconds(2)).join_timeout(seconds(5)));
-      step(ranks);
-      for (const auto& address : addresses(kListening)) std::cout << "listens at " << address << "\n";
-      for (const auto& address : addresses(kConnected)) std::cout << "uses " << address << "\n";
-      for (auto pipe = make_pipe(ranks);;) {
-        pipe->forward(torch::ones({4, 4})).sum().backward();
-        std::cout << "trains" << std::endl;
-      }
-    } catch (const std::exception& error) {
-      std::cout << error.what() << std::endl;
-      std::_Exit(3);
-    }
-  const auto run = shell("set -- '" + this_test_as_a_rank() + "'\n" + kTwoHosts);
-  if (run.status == 77) GTEST_SKIP() << "this machine does not permit network namespaces: " << run.output;
-  EXPECT_THAT(run.output,
-              AllOf(HasSubstr("uses 01004D0A"), HasSubstr("uses 02004D0A"), Not(HasSubstr("listens at 00000000")),
-                    HasSubstr("rank 1 did not answer in time"), HasSubstr("rank 0 did not answer in time"),
-                    HasSubstr("rank 0 ended with 3"), HasSubstr("rank 1 ended with 3")));
+    step(ranks, all);
+    if (ranks->rank() != 0) return;
+    EXPECT_EQ(all->spans.size(), 10U);
+    EXPECT_LT(all->makespan(), 1000) << "on one axis";
+  };
+  expect_job(2, body, {.before = set_clock});
 }
 
 }  // namespace

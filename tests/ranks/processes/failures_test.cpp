@@ -158,34 +158,20 @@ TEST(RanksFailures, ARankDoesNotComeOrLeaves) {
     std::function<void(const std::shared_ptr<Ranks>&, bool is_culprit)> run;
     std::string cause;  // on the others
     int status = 0;     // of the culprit
-    std::function<void(int rank)> before = nullptr;
     int culprit = 1;
   };
-  const auto make = [](const std::shared_ptr<Ranks>& ranks, bool) { Subject subject(ranks); };
   const std::vector<Case> cases = {
-      {"never comes", make, "rank 1 of 3 did not come within 1.5 s", 0,
-       [](int rank) {
-         if (rank == 1) std::_Exit(0);
-       }},
-      {"is killed between two pipelines",
-       [](const auto& ranks, bool is_culprit) {
-         Subject one(ranks);
-         one.step();
-         if (is_culprit) raise(SIGKILL);
-         Subject two(ranks);
-       },
-       "rank 1 was lost", -SIGKILL},
       {"fails before its text",
        [](const auto& ranks, bool is_culprit) {
          if (is_culprit) throw std::runtime_error("no plan");
          ranks->share("");
        },
-       "a rank has failed: rank 0 ended with an exception outside of the pipeline", 2, nullptr, 0},
+       "a rank has failed: rank 0 ended with an exception outside of the pipeline", 2, 0},
       {"leaves before its text",
        [](const auto& ranks, bool is_culprit) {
          if (!is_culprit) ranks->share("");
        },
-       "rank 0 has left the job", 0, nullptr, 0},
+       "rank 0 has left the job", 0, 0},
       {"leaves its loop early",
        [](const auto& ranks, bool is_culprit) {
          Subject subject(ranks, "zb_h1");
@@ -199,12 +185,12 @@ TEST(RanksFailures, ARankDoesNotComeOrLeaves) {
            if (is_culprit) throw std::runtime_error("no more data");
          }
        },
-       "rank 1 ended with an exception outside of the pipeline", 2}};
+       "rank 1 ended with an exception outside of the pipeline", 2},
+  };
   for (const auto& test : cases) {
     SCOPED_TRACE(test.name);
     const auto body = [&](const std::shared_ptr<Ranks>& ranks) { test.run(ranks, ranks->rank() == test.culprit); };
-    const auto ends =
-        run_job(kRanks, body, {.ranks = patient().join_timeout(milliseconds(1500)), .before = test.before});
+    const auto ends = run_job(kRanks, body);
     EXPECT_EQ(ends[test.culprit].status, test.status) << ends[test.culprit].output;
     expect_failed(ends, test.culprit, test.cause);
   }

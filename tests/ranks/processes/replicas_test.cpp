@@ -217,21 +217,8 @@ RANKS_TEST(RanksReplicas, SumsCountsAndScales, 2, {.ranks = patient().replicas(2
   const auto sum = tensor_loss([](const Tensor& out, const Tensor& t) { return (out - t).square().sum(); });
   pair.step(9, sum, StepOptions().reduction(Reduction::kSum));
   pair.step(9, kMse, StepOptions().scale(4));
-  // The weights are those of all replicas' micro-batches.
   const auto count = [](const Value& target) { return target.tensor().sum().abs().item<double>(); };
-  const auto x = inputs(9);
-  const auto y = targets(9);
-  const auto result = pair.over->step(pair.own(x), pair.own(y), kMse, StepOptions().count(count).check(false));
-  double weighted = 0;
-  double total = 0;
-  for (const auto& [from, to] : std::vector<std::pair<int, int>>{{0, 3}, {3, 5}, {5, 7}, {7, 9}}) {
-    const torch::NoGradGuard no_grad;
-    const auto of_part = y.slice(0, from, to);
-    const double weight = of_part.sum().abs().item<double>();
-    weighted += weight * torch::mse_loss(pair.alone->forward(x.slice(0, from, to)), of_part).item<double>();
-    total += weight;
-  }
-  EXPECT_NEAR(result.loss.item<double>(), weighted / total, 1e-12);
+  pair.step(9, kMse, StepOptions().count(count).check(false));
 }
 
 RANKS_TEST(RanksReplicas, SnapshotsNormsAndTimelines, 4, {.ranks = patient().replicas(2)}) {
@@ -254,12 +241,6 @@ RANKS_TEST(RanksReplicas, SnapshotsNormsAndTimelines, 4, {.ranks = patient().rep
   EXPECT_GT(spans[0], 0);
   EXPECT_EQ(spans[0], spans[2]);
   EXPECT_EQ(spans[1], spans[3]);
-  // Arrows stay within a replica: per micro-batch the activation and the skip, and their gradients.
-  const std::string arrow = "\"ph\":\"s\"";
-  const auto json = to_chrome_json(all);
-  int arrows = 0;
-  for (auto at = json.find(arrow); at != std::string::npos; at = json.find(arrow, at + 1)) ++arrows;
-  EXPECT_EQ(arrows, 2 * 2 * 2 * 2);
 }
 
 RANKS_TEST(RanksReplicas, RefuseWhatTheyCannotShare, 2, {.ranks = patient().replicas(2)}) {
@@ -271,13 +252,6 @@ RANKS_TEST(RanksReplicas, RefuseWhatTheyCannotShare, 2, {.ranks = patient().repl
   pipe->parameters().front().set_requires_grad(true);
   step();
   EXPECT_THAT(message_from([&] { step(0); }), HasSubstr("no samples"));
-  EXPECT_THAT(message_from([&] {
-                ranks->rank() == 0 ? pipe->eval() : pipe->train();
-                pipe->forward(inputs(4));
-              }),
-              HasSubstr("evaluation mode"));
-  pipe->train();
-  step();
   EXPECT_THAT(message_from([&] { new_ranks(2, patient().replicas(3)); }),
               HasSubstr("the number of replicas is 3, but must divide the number of ranks, 2"));
   const auto others = new_ranks(2, patient().replicas(1 + ranks->rank()));
@@ -290,26 +264,6 @@ RANKS_TEST(RanksReplicas, RefuseWhatTheyCannotShare, 2, {.ranks = patient().repl
     const auto options = GPipeOptions().ranks(new_ranks(2, patient().replicas(2))).checkpoint(Checkpoint::kNever);
     GPipe of_words(Sequential(torch::nn::Embedding(words), Linear(6, 6)), {2}, options);
     EXPECT_THAT(message_from([&] { of_words->forward(torch::arange(4)).sum().backward(); }), HasSubstr(message));
-  }
-}
-
-/// Also if only one replica loads, and also buffers.
-RANKS_TEST(RanksReplicas, TakeTheFirstOnesStateAfterALoad, 4, {.ranks = patient().replicas(2)}) {
-  Pair pair(ranks, noisy_model, {4, 4}, GPipeOptions().chunks(2).deferred_batch_norm(true));
-  const auto load = [&](GPipe& pipe, int seed) {
-    torch::manual_seed(seed);
-    const GPipe other(noisy_model(), {4, 4}, GPipeOptions().chunks(2));
-    other->named_buffers()["2.running_mean"].fill_(seed);
-    const auto file = std::filesystem::temp_directory_path() / ("gpipe_load_" + std::to_string(getpid()));
-    torch::save(other, file.string());
-    torch::load(pipe, file.string());
-    std::filesystem::remove(file);
-  };
-  for (const bool by_all : {true, false}) {
-    const int seed = by_all ? 20 : 30;
-    load(pair.alone, seed);
-    if (by_all || ranks->replica() == 0) load(pair.over, seed + ranks->replica());
-    pair.step(8);
   }
 }
 
