@@ -70,18 +70,14 @@ TEST(DeferredBatchNorm, UpdatesOncePerCallOfALayer) {
 
 TEST(DeferredBatchNorm, IsExactForReducedTypes) {
   for (const auto type : {torch::kHalf, torch::kBFloat16}) {
-    for (const double sigma : {1.0, 300.0, 5000.0}) {
-      SCOPED_TRACE(testing::Message() << type << ", sigma " << sigma);
-      torch::manual_seed(5);
-      nn::BatchNorm1d norm(kChannels);
-      GPipe pipe(Sequential(norm), {1}, in_chunks(3).deferred_batch_norm(true));
-      const auto batch = (torch::randn({50, kChannels}) * sigma + 2 * sigma).to(type);
-      const torch::NoGradGuard no_grad;
-      pipe->forward(batch);
-      const auto values = batch.to(torch::kDouble);
-      EXPECT_TRUE(torch::allclose(norm->running_mean.to(torch::kDouble), 0.1 * values.mean(0), 1e-5, 0));
-      EXPECT_TRUE(torch::allclose(norm->running_var.to(torch::kDouble), 0.9 + 0.1 * values.var(0), 1e-5, 0));
-    }
+    torch::manual_seed(5);
+    nn::BatchNorm1d norm(kChannels);
+    const auto batch = (torch::randn({50, kChannels}) * 5000 + 10000).to(type);
+    const torch::NoGradGuard no_grad;
+    GPipe(Sequential(norm), {1}, in_chunks(3).deferred_batch_norm(true))->forward(batch);
+    const auto values = batch.to(torch::kDouble);
+    EXPECT_TRUE(torch::allclose(norm->running_mean.to(torch::kDouble), 0.1 * values.mean(0), 1e-5, 0)) << type;
+    EXPECT_TRUE(torch::allclose(norm->running_var.to(torch::kDouble), 0.9 + 0.1 * values.var(0), 1e-5, 0)) << type;
   }
 }
 

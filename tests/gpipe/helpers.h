@@ -55,13 +55,6 @@ inline std::vector<Tensor> take_gradients(const torch::nn::Module& module) {
   return gradients;
 }
 
-/// The buffers and the gradients, which the parameters lose.
-inline std::vector<Tensor> buffers_and_gradients(const torch::nn::Module& module) {
-  auto results = copies(module.buffers());
-  for (const auto& gradient : take_gradients(module)) results.push_back(gradient);
-  return results;
-}
-
 inline bool is_one_of(const Tensor& tensor, const std::vector<Tensor>& others) {
   return std::ranges::any_of(others, [&](const Tensor& other) { return other.is_same(tensor); });
 }

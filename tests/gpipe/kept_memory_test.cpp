@@ -1,5 +1,4 @@
 // Freed memory that is kept for the next step.
-#include <c10/core/Allocator.h>
 #include <c10/core/CPUAllocator.h>
 #include <c10/util/ThreadLocalDebugInfo.h>
 #include <sys/resource.h>
@@ -20,12 +19,6 @@ constexpr std::int64_t kMiB = 1 << 20;
 
 Tensor bytes(std::int64_t size) { return torch::ones({size}, at::kByte); }
 
-long page_faults() {
-  rusage usage{};
-  getrusage(RUSAGE_SELF, &usage);
-  return usage.ru_minflt;
-}
-
 /// Returns the process's MiB: of addresses, and in memory.
 std::pair<std::int64_t, std::int64_t> size_of_process() {
   std::ifstream file("/proc/self/statm");
@@ -41,36 +34,14 @@ class OtherAllocator : public c10::Allocator {
   void copy_data(void* to, const void* from, std::size_t size) const override { default_copy_data(to, from, size); }
 };
 
-/// Lists the reports of one thread.
-class Reports : public c10::MemoryReportingInfoBase {
- public:
-  void reportMemoryUsage(void* block, std::int64_t size, std::size_t, std::size_t, c10::Device) override {
-    list.emplace_back(block, size);
+TEST(KeptMemory, IsUsedWhileAPipelineLives) {
+  auto* const before = c10::GetCPUAllocator();
+  {
+    const GPipe pipe(mlp(), {2, 2});
+    EXPECT_NE(c10::GetCPUAllocator(), before);
+    const GPipe without(mlp(), {2, 2}, GPipeOptions().keep_memory(false));
   }
-  bool memoryProfilingEnabled() const override { return true; }
-  std::vector<std::pair<void*, std::int64_t>> list;
-};
-
-TEST(KeptMemory, HasNoPageFaultsInASteadyStep) {
-  const Sequential model(Linear(8, 1024), Linear(1024, 8));
-  const auto step = [&](GPipe& pipe, const Tensor& input) {
-    take_gradients(*model);
-    pipe->step(input, input, [](const Value& output, const Value&) { return output.tensor().mean(); });
-  };
-  for (const std::int64_t mebibytes : {1, 16}) {
-    SCOPED_TRACE(mebibytes);
-    GPipe pipe(model, {1, 1}, in_chunks(2).devices({2, torch::kCPU}).schedule("1f1b").intraop_threads(1));
-    const auto input = torch::ones({2 * 256 * mebibytes, 8});
-    for (int i = 0; i < 3; ++i) step(pipe, input);
-    // Threads that allocate in another order may need one more block. Without kept memory every step faults.
-    long fewest = std::numeric_limits<long>::max();
-    for (int i = 0; i < 4; ++i) {
-      const long before = page_faults();
-      step(pipe, input);
-      fewest = std::min(fewest, page_faults() - before);
-    }
-    EXPECT_LE(fewest, 500);
-  }
+  EXPECT_EQ(c10::GetCPUAllocator(), before);
 }
 
 TEST(KeptMemory, IsAtMostFiveQuartersOfWhatWasLive) {
@@ -107,6 +78,13 @@ TEST(KeptMemory, IsReturnedWhenMemoryRunsOut) {
 }
 
 TEST(KeptBlocks, AreReportedAndFilledLikeThoseOfPyTorch) {
+  struct Reports : c10::MemoryReportingInfoBase {
+    void reportMemoryUsage(void*, std::int64_t size, std::size_t, std::size_t, c10::Device) override {
+      list.push_back(size);
+    }
+    bool memoryProfilingEnabled() const override { return true; }
+    std::vector<std::int64_t> list;
+  };
   const KeptMemory kept;
   bytes(kMiB);
   FLAGS_caffe2_cpu_allocator_do_zero_fill = true;
@@ -114,11 +92,8 @@ TEST(KeptBlocks, AreReportedAndFilledLikeThoseOfPyTorch) {
   FLAGS_caffe2_cpu_allocator_do_zero_fill = false;
   const auto reports = std::make_shared<Reports>();
   const c10::DebugInfoGuard guard(c10::DebugInfoKind::PROFILER_STATE, reports);
-  for (int i = 0; i < 2; ++i) torch::empty({kMiB}, at::kByte);
-  const auto block = reports->list.at(0).first;
-  const std::pair made(block, kMiB);
-  const std::pair freed(block, -kMiB);
-  EXPECT_THAT(reports->list, ElementsAre(made, freed, made, freed));
+  torch::empty({kMiB}, at::kByte);
+  EXPECT_THAT(reports->list, ElementsAre(kMiB, -kMiB));
 }
 
 TEST(KeptBlocks, OutliveTheirPipelineAndAreFreedByEitherAllocator) {

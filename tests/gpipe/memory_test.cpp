@@ -128,31 +128,5 @@ TEST_F(StepMemory, HoldsOnlyGradientsAfterAStep) {
   }
 }
 
-TEST_F(StepMemory, IsNotCountedUnderTheCallersProfiler) {
-  auto pipe = make(Checkpoint::kAlways, 2);
-  const auto timeline = std::make_shared<Timeline>();
-  pipe->trace(timeline);
-  const auto total = std::make_shared<Total>();
-  const c10::DebugInfoGuard guard(c10::DebugInfoKind::PROFILER_STATE, total);
-  const auto output = pipe->forward(sample(2 * kSamples));
-  EXPECT_GT(total->live, static_cast<std::int64_t>(output.nbytes()));
-  EXPECT_THAT(timeline->peak_bytes(), testing::Each(0));
-}
-
-TEST_F(StepMemory, IsCountedForEachBatchInFlight) {
-  auto pipe = make(Checkpoint::kNever, 2);
-  const auto timeline = std::make_shared<Timeline>();
-  pipe->trace(timeline);
-  const auto x = sample(2 * kSamples);
-  const auto first = pipe->forward(x).sum();
-  const auto second = pipe->forward(x).sum();
-  first.backward();
-  second.backward();
-  for (const auto& span : timeline->spans) {
-    if (span.action.kind == Kind::F && span.action.micro_batch == 0) EXPECT_EQ(span.bytes.before, 0);
-    EXPECT_GE(span.bytes.peak, std::max(span.bytes.before, span.bytes.after));
-  }
-}
-
 }  // namespace
 }  // namespace gpipe

@@ -65,7 +65,7 @@ mutant(shares_random_numbers gpipe/autograd/cell.cpp "stage_.first_layer + layer
        "stage_.first_layer + layer, micro_batch_ / 2)" Generated*)
 mutant(recomputes_at_random gpipe/autograd/cell.cpp "emplace(seed_, stage_.first_layer"
        "emplace(!is_checkpointed_ || is_checkpointing() ? seed_ : ~seed_, stage_.first_layer" Generated*)
-mutant(adds_into_shared_gradients gpipe/autograd/boundary.cpp "= owns_memory(sum);" "= true;" GradientSums*)
+mutant(adds_into_shared_gradients gpipe/autograd/boundary.cpp "= owns_memory(sum);" "= true;" Generated*)
 mutant(sends_skips_without_a_root gpipe/autograd/cell.cpp "root(skip.tensor)" "root(out.back().tensors.front())"
        SkipEdges*)
 mutant(sends_skips_that_were_changed gpipe/autograd/skip_routes.cpp "if (leaving_[k].parcel.changed())" "if (false)"

@@ -77,17 +77,6 @@ TEST(SkipLinks, AreInTheOrderOfStashesAndHaveAnyNumberOfReaders) {
               refused("layer 'outer.a' (0) pops 'x', which no earlier layer stashes: layer 'outer.ab' (0) does"));
 }
 
-TEST(SkipLinks, ALayerCanPopASkipOfItsChild) {
-  const auto child = stashing("x");
-  SkipFunction outer(Skippable::Names{.pop = {"x"}}, [child](const Tensor& x, SkipFunctionImpl& self) {
-    const auto y = child->forward(x);
-    return y + self.pop("x");
-  });
-  outer->register_module("child", child);
-  EXPECT_EQ(links_of({{"outer", outer.ptr()}}), (Links{{"x", 0, {0}}}));
-  EXPECT_TRUE(torch::equal(outer->forward(torch::ones({1})), torch::full({1}, 2)));
-}
-
 TEST(VerifySkippables, ListsAllFaultsInOneError) {
   Sequential model({{"early", popping("late")},
                     {"one", stashing("twice")},
