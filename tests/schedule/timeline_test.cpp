@@ -78,6 +78,12 @@ TEST(ChromeJson, HasATrackPerWorkerAndASlicePerAction) {
   EXPECT_DOUBLE_EQ(recompute.at("ts"), 1e6);
   EXPECT_DOUBLE_EQ(recompute.at("dur"), 0.25e6);
   EXPECT_EQ(recompute.at("args"), (json{{"stage", 1}, {"micro_batch", 0}, {"kind", "R"}, {"step", 3}}));
+  auto with_bytes = small();
+  with_bytes.spans[0].bytes = {1, 3, 2};
+  const auto counters = events(with_bytes, "C");
+  ASSERT_EQ(counters.size(), 2);
+  EXPECT_EQ(counters[0].at("args").at("bytes"), 3) << "the peak";
+  EXPECT_EQ(counters[1].at("args").at("bytes"), 2);
   EXPECT_TRUE(json::parse(to_chrome_json({})).at("traceEvents").empty());
 }
 
