@@ -59,6 +59,12 @@ TEST_F(ImageTest, JpegIsDecodedNoLargerThanNeeded) {
   }
 }
 
+TEST_F(ImageTest, CmykIsReadAsPillowDoes) {
+  const auto image = read_image(picture("cmyk.jpg")).to(at::kInt);
+  const auto corners = at::tensor({0, 0, 240, 230, 0, 141, 0, 140, 100, 143, 140, 38}).view({2, 2, 3});
+  EXPECT_LE((image.slice(1, 0, 9, 8).slice(2, 0, 11, 10).permute({1, 2, 0}) - corners).abs().max().item<int>(), 2);
+}
+
 TEST_F(ImageTest, OrientationOfExifTurnsTheImage) {
   const auto whole = read_image(picture("accepted.jpg"));
   const auto jpeg = read_file(directory_ / "accepted.jpg");
