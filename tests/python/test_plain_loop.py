@@ -1,6 +1,7 @@
 """Generated pipelines equal, bit by bit, a plain loop over layers and micro-batches."""
 
 import contextvars
+import itertools
 import os
 import random
 import types
@@ -15,7 +16,6 @@ from torch.utils.checkpoint import checkpoint
 import gpipe
 from gpipe import _C
 from gpipe.randomness import random_scope
-from helpers import random_balance
 
 CASES = int(os.environ.get("GPIPE_GENERATED_CASES", 91))
 SEED = int(os.environ.get("GPIPE_GENERATED_SEED", 0))
@@ -25,7 +25,8 @@ FILL_AND_DRAIN = {"", "gpipe", "looped_bfs"}  # whose backwards begin with the l
 WIDTH = 4
 CONTEXT = contextvars.ContextVar("CONTEXT", default=1.0)
 
-# A unit is a layer that maps a tensor (samples, WIDTH) to another, and may have state of any kind.
+# A unit is a layer that maps a tensor (samples, WIDTH) to another, and may have state of any kind. C++ generates cases of its
+# own, with batch norm, skips and in-place operations: these are of what only Python has.
 
 
 class Call(nn.Module):
@@ -49,8 +50,8 @@ def call(function, **makers):
     return lambda: Call(function, **{name: make() for name, make in makers.items()})
 
 
-def weight(**options):
-    return lambda: nn.Parameter(torch.randn(WIDTH) / 2, **options)
+def weight():
+    return lambda: nn.Parameter(torch.randn(WIDTH) / 2)
 
 
 def zeros(*shape):
@@ -59,22 +60,6 @@ def zeros(*shape):
 
 def linear():
     return nn.Linear(WIDTH, WIDTH)
-
-
-def norm(**options):
-    """Returns a batch norm of one channel, which takes one sample too."""
-    return Call(lambda self, x: self.norm(x[:, None])[:, 0], norm=nn.BatchNorm1d(1, **options))
-
-
-def own(make, draw):
-    """Returns a layer that has a generator, and one that makes it in a forward."""
-
-    def late(self, x):
-        if not hasattr(self, "late"):
-            self.late = make(3)
-        return x * (0.5 + draw(self.late))
-
-    return [call(lambda self, x: x * (0.5 + draw(self.own)), own=lambda: make(1)), call(late)]
 
 
 def assigns_data(self, x):
@@ -86,12 +71,9 @@ def writes_and_replaces(self, x):
     self.b = self.b * 0.5
 
 
-WAYS = [  # to change a buffer
-    lambda self, x: torch.add(self.b, 1, out=self.b),
-    lambda self, x: self.b.data.add_(1),
+WAYS = [  # to change a buffer, as only Python does
     assigns_data,
     writes_and_replaces,
-    lambda self, x: self.b.view(-1)[1:].mul_(0.5).add_(x.detach().mean()),
     lambda self, x: setattr(self, "b", torch.cat([x.detach().mean(0), self.b[WIDTH:]])),
 ]
 
@@ -112,27 +94,6 @@ def comes_and_goes(self, x):
     y = x if self.b is None else x + self.b
     self.b = x.detach().mean(0) if self.b is None else None
     return y
-
-
-def clamped(self, x):
-    self.w.data.clamp_(-0.5, 0.5)
-    return x * self.w
-
-
-class Noted(torch.autograd.Function):
-    """Adds 1 to a buffer in its backward."""
-
-    @staticmethod
-    def forward(context, x, w, b):
-        context.save_for_backward(x, w)
-        context.b = b
-        return x * w
-
-    @staticmethod
-    def backward(context, gradient):
-        context.b += 1
-        x, w = context.saved_tensors
-        return gradient * w, (gradient * x).sum(0), None
 
 
 def noted_gradient(self, x):
@@ -179,11 +140,7 @@ UNITS = {
         call(checkpointed, inner=linear, reentrant=lambda: False),
         call(checkpointed, inner=linear, reentrant=lambda: True),
     ],
-    "once": [  # cannot be recomputed
-        call(clamped, w=weight()),
-        *own(lambda seed: torch.Generator().manual_seed(seed), lambda own: torch.rand(WIDTH, generator=own)),
-        own(random.Random, lambda own: own.random())[0],
-    ],
+    "once": [call(lambda self, x: x * (0.5 + self.own.random()), own=lambda: random.Random(1))],  # cannot be recomputed
     # A buffer of 64 KiB and more is copied from its first change on, which must not be an assignment to Tensor.data.
     "writes": [
         changes(change, first, size)
@@ -192,16 +149,9 @@ UNITS = {
         for first in (False, True)
     ],
     "comes and goes": [call(comes_and_goes, b=lambda: None)],
-    "batch norm": [lambda: norm(momentum=0.1), lambda: norm(momentum=None)],
-    "gradient statistics": [
-        call(noted_gradient, w=weight(), b=zeros()),
-        call(lambda self, x: Noted.apply(checkpoint(F.gelu, x, use_reentrant=False), self.w, self.b), w=weight(), b=zeros()),
-    ],
+    "gradient statistics": [call(noted_gradient, w=weight(), b=zeros())],
     "linear": [linear, lambda: nn.Sequential(linear(), nn.Tanh(), linear())],
-    "weights": [
-        call(lambda self, x: x * self.w, w=weight(requires_grad=False)),
-        call(lambda self, x: x @ self.w @ self.w, w=lambda: nn.Parameter(torch.randn(WIDTH, WIDTH) / 2)),
-    ],
+    "weight twice": [call(lambda self, x: x @ self.w @ self.w, w=lambda: nn.Parameter(torch.randn(WIDTH, WIDTH) / 2))],
     "norms of weights": [
         lambda: parametrizations.spectral_norm(linear()),
         lambda: parametrizations.weight_norm(linear()),
@@ -243,24 +193,30 @@ def build(spec):
     return nn.Sequential(*(UNITS[name][number]() for name, number in spec.uses))
 
 
+def takes_a_step(spec, model, x):
+    return spec.schedule and any(tensor.requires_grad for tensor in (x, *model.parameters()))
+
+
 def pipeline(spec, model):
     """Returns a function that runs a forward and a backward. It returns the output, or None after compute_loss()."""
     stages = min(spec.stages, len(model) // spec.stages_per_worker * spec.stages_per_worker)
-    balance = random_balance(random.Random(spec.seed), len(model), stages)
+    cuts = sorted(random.Random(spec.seed).sample(range(1, len(model)), stages - 1))
+    balance = [last - first for first, last in itertools.pairwise([0, *cuts, len(model)])]
     loops = spec.stages_per_worker == 2 and spec.schedule in (*LOOPED, "interleaved_1f1b", "interleaved_zb")
     options = {name: getattr(spec, name) for name in ("chunks", "checkpoint")}
     options["placement"] = [*range(len(balance) // 2)] * 2 if loops else "looped"
     pipe = gpipe.GPipe(model, balance, schedule=spec.schedule or "gpipe", **options)
-    product = gpipe.Loss(lambda out, of: (out * of).sum(), reduction="sum")
+    product = gpipe.Loss(lambda out, of: (out * of).sum() * CONTEXT.get(), reduction="sum")
 
     def call(x, gradient, number):
-        if spec.schedule and any(tensor.requires_grad for tensor in (x, *pipe.parameters())):
+        if takes_a_step(spec, model, x):
             if number == 1:
                 return pipe.compute_loss(x, gradient, product).backward()
             return pipe.step(x, gradient, product, return_output=True)[1]
         output = pipe(x)
         state = torch.get_rng_state()
         torch.manual_seed(0)  # does not change what a recompute draws
+        CONTEXT.set(0.0)  # nor what it reads
         if output.requires_grad:
             output.backward(gradient)
         torch.set_rng_state(state)
@@ -272,8 +228,7 @@ def pipeline(spec, model):
 def plain_loop(spec, model):
     def call(x, gradient, number):
         seed = _C.draw_seed()
-        has_norm = any(name.endswith("num_batches_tracked") for name in model.state_dict())
-        count = max(1, min(spec.chunks, len(x) // 2 if has_norm else len(x)))
+        count = min(spec.chunks, len(x))
         parts = [part.detach().requires_grad_(x.requires_grad) for part in x.detach().tensor_split(count)]
         outputs = []
         for micro_batch, part in enumerate(parts):
@@ -282,6 +237,7 @@ def plain_loop(spec, model):
                 with random_scope(seed, index, micro_batch):
                     value = layer(value)
             outputs.append(value)
+        gradient = gradient * CONTEXT.get() if takes_a_step(spec, model, x) else gradient
         gradients = gradient.split([len(part) for part in parts])
         for micro_batch in sorted(range(len(parts)), reverse=spec.schedule in FILL_AND_DRAIN):
             if outputs[micro_batch].requires_grad:
