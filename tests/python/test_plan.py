@@ -1,18 +1,22 @@
-"""Profiles, balances and plans: how from_module() chooses one. Evaluation of a pipeline."""
+"""Profiles, balances and plans: how from_module() chooses one. Evaluation and verification of a pipeline."""
 
-import copy
 import json
+import re
+import threading
 from collections import UserDict
 from types import SimpleNamespace
 
 import pytest
 import torch
 from torch import nn
+from torch.nn import functional as F
 
 import gpipe
 import typed_program
 from gpipe import balance
 from helpers import Add, Double, Fail, Stash, make_tied_model, tied_batch
+from test_ranks import batch as ranked_batch
+from test_ranks import make_model as make_ranked_model
 
 
 def perceptron():
@@ -32,7 +36,7 @@ def test_a_plan_keeps_what_is_given_and_makes_an_equal_pipeline_without_measurin
     monkeypatch.setattr("gpipe.planning.plan", None)
     again = gpipe.GPipe.from_module(perceptron(), x, **plan)
     assert again.plan == plan
-    loss = nn.functional.cross_entropy
+    loss = F.cross_entropy
     assert torch.equal(again.step(x, y, loss), gpipe.GPipe(perceptron(), **plan).step(x, y, loss))
 
 
@@ -42,33 +46,17 @@ def test_a_plan_keeps_what_is_given_and_makes_an_equal_pipeline_without_measurin
     ({"balance": [4, 5], "schedule": "1f1b", "chunks": 3}, True),
     ({"balance": [2, 2, 2, 3], "devices": ["cpu"] * 2, "schedule": "zb_v"}, True),
     ({"placement": [1, 0], "schedule": "gpipe"}, True),
+    ({"stages": 2, "checkpoint": ["never", "always"]}, True),
     ({"balance": [4, 5], "schedule": "1f1b", "chunks": 3, "checkpoint": "never"}, False),
 ])  # fmt: skip
 def test_an_option_fixes_what_it_names_and_the_rest_is_chosen(given, measures, monkeypatch):
     if not measures:
         monkeypatch.setattr("gpipe.pipeline.choose_plan", None)
     plan = gpipe.GPipe.from_module(perceptron(), torch.randn(12, 8), seconds=0.1, **given).plan
-    assert plan.items() >= {name: each for name, each in given.items() if name not in ("devices", "placement")}.items()
+    assert plan.items() >= {name: each for name, each in given.items() if name in plan and name != "placement"}.items()
     place = given.get("placement", plan["placement"])
     assert plan["placement"] == ([0, 1, 1, 0] if place == "v" else place)
     assert not measures or plan["chunks"] in ([3] if "chunks" in given else (2, 4, 8, 12))
-
-
-def test_each_stage_of_a_worker_has_its_checkpoint_mode():
-    x, y = torch.randn(12, 8), torch.randint(3, (12,))
-    plan = {"balance": [2, 2, 2, 3], "placement": [0, 0, 1, 1], "schedule": "1f1b", "chunks": 4, "checkpoint": "never"}
-    plain = gpipe.GPipe.from_module(perceptron(), x, **plan)
-    plain.step(x, y, nn.functional.cross_entropy)
-    pipe = gpipe.GPipe.from_module(perceptron(), x, **plan | {"checkpoint": [1, "always", "never", "except_last"]})
-    assert pipe.plan["checkpoint"] == [1, "always", "never", "except_last"] and "always" in repr(pipe)
-    timeline = gpipe.Timeline()
-    pipe.trace(timeline)
-    pipe.step(x, y, nn.functional.cross_entropy)
-    recomputed = [event["name"] for event in json.loads(timeline.to_chrome_json())["traceEvents"] if "R" in event["name"]]
-    assert sorted(recomputed) == ["0R0", "0R2", "1R0", "1R1", "1R2", "1R3", "3R0", "3R1", "3R2"]
-    assert all(torch.equal(a.grad, b.grad) for a, b in zip(pipe.parameters(), plain.parameters(), strict=True))
-    given = ["never", "always"]
-    assert gpipe.GPipe.from_module(perceptron(), x, stages=2, checkpoint=given, seconds=0).plan["checkpoint"] == given
 
 
 def test_a_sequence_is_not_converted_if_a_pipeline_takes_it():
@@ -124,7 +112,7 @@ def test_a_plan_is_made_for_a_schedule_from_a_file_and_for_a_model_of_one_layer(
     (tmp_path / "schedule").write_text("0F0 0F1 0B0 0B1\n1F0 1B0 1F1 1B1\n")
     given = {"chunks": 2, "schedule": f"@{tmp_path}/schedule", "devices": ["cpu"] * 2}
     pipe = gpipe.GPipe.from_module(perceptron(), x, seconds=0, **given)
-    assert pipe.schedule == given["schedule"] and pipe.step(x, x[:, :3], nn.functional.mse_loss).isfinite()
+    assert pipe.schedule == given["schedule"] and pipe.step(x, x[:, :3], F.mse_loss).isfinite()
     assert gpipe.GPipe.from_module(nn.Linear(8, 8), kwargs=UserDict(input=x), seconds=0).balance == [1]
 
 
@@ -132,78 +120,17 @@ def test_evaluate_is_the_loss_in_evaluation_mode_and_restores_the_modes():
     model = nn.Sequential(nn.Linear(8, 8), nn.BatchNorm1d(8), nn.Dropout(0.5), nn.Linear(8, 3))
     x, y = torch.randn(12, 8), torch.randint(3, (12,))
     pipe = gpipe.GPipe(model, [2, 2], chunks=3)
-    pipe.step(x, y, nn.functional.cross_entropy)
+    pipe.step(x, y, F.cross_entropy)
     model[2].eval()
     modes = [module.training for module in pipe.modules()]
-    loss = pipe.evaluate(x, y, nn.functional.cross_entropy)
+    loss = pipe.evaluate(x, y, F.cross_entropy)
     assert not loss.requires_grad
     assert [module.training for module in pipe.modules()] == modes
     with torch.no_grad():
-        torch.testing.assert_close(loss, nn.functional.cross_entropy(model.eval()(x), y))
+        torch.testing.assert_close(loss, F.cross_entropy(model.eval()(x), y))
         output = model(x)
     assert pipe.evaluate(x, y, lambda output, y: (output.argmax(1) == y).sum().item()) == (output.argmax(1) == y).sum()
     torch.testing.assert_close(pipe.evaluate(x, y, lambda output, y: {"all": [output, y]}), {"all": [output, y]})
-
-
-class Merging(nn.Linear):
-    """Adds a term to its weight in evaluation mode, as layers with low-rank adapters do."""
-
-    def __init__(self):
-        super().__init__(8, 8)
-        self.is_merged, self.merges = False, 0
-
-    def train(self, mode=True):
-        super().train(mode)
-        if self.is_merged == mode:
-            self.is_merged, self.merges = not mode, self.merges + 1
-        return self
-
-
-def without_mode(inner):
-    """Returns a module around another one. It does not set its own mode."""
-    outer = nn.Sequential(inner)
-    outer.train = lambda mode=True: inner.train(mode) and outer
-    return outer
-
-
-def test_evaluate_changes_modes_by_train_and_only_where_they_differ():
-    frozen, twice = Merging(), without_mode(Merging())
-    model = nn.Sequential(Merging(), nn.Sequential(frozen, nn.BatchNorm1d(8)), without_mode(Merging()), nn.Sequential(twice))
-    model[0].other_place = twice[0]
-    pipe = gpipe.GPipe(model, [1, 3])
-    frozen.eval()
-    twice[0].eval()
-    modes = [module.training for module in pipe.modules()]
-    assert len(set(modes)) == 2
-    pipe.evaluate(torch.randn(4, 8), torch.randn(4, 8), nn.functional.mse_loss)
-    assert [module.training for module in pipe.modules()] == modes
-    merging = [module for module in pipe.modules() if isinstance(module, Merging)]
-    assert all(module.is_merged != module.training for module in merging)
-    assert (model[0].merges, model[2][0].merges, frozen.merges) == (2, 2, 1)
-
-
-def residual():
-    torch.manual_seed(0)
-    head = nn.Linear(64, 64), nn.BatchNorm1d(64), nn.ReLU(inplace=True)
-    return nn.Sequential(*head, Stash(), nn.Linear(64, 64), Add(), nn.Dropout(0.5))
-
-
-def test_a_profile_leaves_the_model_unchanged():
-    layers, x = residual(), torch.rand(8, 64)
-    layers[6].eval()
-    layers[0].weight.grad = torch.ones(64, 64)
-    state = copy.deepcopy(layers.state_dict())
-    random = torch.get_rng_state()
-    measured = balance.profile(layers, x, workers=2, seconds=0)
-    assert torch.equal(torch.get_rng_state(), random)
-    assert all(torch.equal(state[key], value) for key, value in layers.state_dict().items())
-    assert torch.equal(layers[0].weight.grad, torch.ones(64, 64))
-    assert [layer.training for layer in layers] == [True] * 6 + [False]
-    assert [(skip.name, skip.from_layer, skip.reader_layers) for skip in measured.skips] == [("skip", 3, [5])]
-    assert balance.Profile.from_json(measured.to_json()).layers[1].buffers == measured.layers[1].buffers > 0
-    prediction = balance.predict(measured, [3, 4], 4, "always")
-    assert prediction.balance == [3, 4] and prediction.seconds > 0 and prediction.timeline.workers == 2
-    assert balance.predict(measured, [2, 2, 2, 1], 4, schedule="gpipe", placement="v").placement == [0, 1, 1, 0]
 
 
 def test_a_plan_can_be_run_and_saved(tmp_path):
@@ -227,26 +154,8 @@ def test_a_plan_can_be_run_and_saved(tmp_path):
         too_small.best
 
 
-def test_memory_is_a_dial():
-    torch.manual_seed(0)
-    layers = nn.Sequential(*(layer for _ in range(6) for layer in (nn.Conv2d(4, 4, 3, padding=1), nn.BatchNorm2d(4), nn.ReLU())))
-    x, y = torch.randn(8, 4, 24, 24), torch.randn(8, 4, 24, 24)
-    options = {"chunks": 4, "schedule": "1f1b", "seconds": 0}
-    most = max(gpipe.plan(layers, x, 2, checkpoint="never", balance=[9, 9], **options).best.bytes)
-    memory = f"{most // 10 * 8}B"
-    pipe = gpipe.GPipe.from_module(layers, x, devices=["cpu"] * 2, memory=memory, **options)
-    timeline = gpipe.Timeline()
-    for _ in range(2):
-        pipe.step(x, y, nn.functional.mse_loss)
-    pipe.trace(timeline)
-    pipe.step(x, y, nn.functional.mse_loss)
-    parameters = sum(each.nbytes for each in layers.parameters())
-    # Layers this short take other times than in the profile, and so a worker may free what it got a little later.
-    assert max(timeline.peak_bytes()) < int(memory[:-1]) + x[:2].nbytes and int(memory[:-1]) < most + 4 * parameters
-
-
 def test_profiles_plan_replicas_on_hosts():
-    profiles = [balance.profile(residual(), torch.rand(samples, 64), seconds=0) for samples in (4, 8)]
+    profiles = [balance.profile(perceptron(), torch.rand(samples, 8), seconds=0) for samples in (4, 8)]
     found = gpipe.plan(profiles, 64, 16, hosts=2, replicas=None, bandwidth=1e10, between=1e8)
     assert found.fits and {each.replicas for each in found.plans} >= {4, 8}
     with pytest.raises(ValueError, match="hosts is 3, which does not divide the 16 devices"):
@@ -258,8 +167,59 @@ def test_errors_of_layers_and_of_progress_end_the_measurement():
         balance.profile(nn.Sequential(Double(), Fail()), torch.rand(8, 64), seconds=0)
     assert isinstance(raised.value.__cause__, ValueError)
     with pytest.raises(ZeroDivisionError):
-        balance.profile(residual(), torch.rand(8, 64), seconds=0, progress=lambda part: 1 / 0)
+        balance.profile(perceptron(), torch.rand(8, 8), seconds=0, progress=lambda part: 1 / 0)
 
 
 def test_a_typed_program_runs(tmp_path):
     typed_program.main(tmp_path)
+
+
+def on_worker():
+    return threading.current_thread() is not threading.main_thread()
+
+
+class Differs(torch.autograd.Function):
+    """Computes something else on the thread of a worker than on the main thread, in one direction."""
+
+    @staticmethod
+    def forward(ctx, x, backward):
+        ctx.backward = backward
+        return x * 1.25 if on_worker() and not backward else x.clone()
+
+    @staticmethod
+    def backward(ctx, grad):
+        return grad * 1.25 if on_worker() and ctx.backward else grad, None
+
+
+class DifferingLinear(nn.Linear):
+    backward = False
+
+    def forward(self, x):
+        return Differs.apply(super().forward(x), self.backward)
+
+
+@pytest.mark.parametrize("schedule", ["gpipe", "1f1b", "zb_h1"])
+def test_a_pipeline_is_its_layers(schedule):
+    pipe = gpipe.GPipe(make_ranked_model(), [2, 2, 4], chunks=3, schedule=schedule, devices=["cpu"] * 3)
+    x, target = ranked_batch(8)
+    pipe.step(x, target, F.cross_entropy)
+    before = {**pipe.state_dict()}, [each.grad.clone() for each in pipe.parameters()], torch.get_rng_state()
+    before[0].update((name, each.clone()) for name, each in before[0].items())
+    gpipe.verify(pipe, x, target, F.cross_entropy)
+    assert all(torch.equal(each, before[0][name]) for name, each in pipe.state_dict().items())
+    assert all(map(torch.equal, [each.grad for each in pipe.parameters()], before[1]))
+    assert torch.equal(torch.get_rng_state(), before[2])
+
+
+@pytest.mark.parametrize("backward, message", [
+    (False, "the output of layer '7' differs"),
+    (True, "the gradient of '0.weight' differs"),
+])  # fmt: skip
+def test_what_differs_is_named(backward, message):
+    model = make_ranked_model()
+    model[7] = DifferingLinear(6, 3)
+    model[7].backward = backward
+    model.append(nn.Tanh())
+    pipe = gpipe.GPipe(model, [4, 5], chunks=2, schedule="1f1b", devices=["cpu"] * 2)
+    with pytest.raises(AssertionError, match=re.escape(message) + ".* by 0.2.* the last is the gradient of '7.bias'"):
+        gpipe.verify(pipe, torch.randn(8, 4), torch.zeros(8, 3), F.mse_loss)
