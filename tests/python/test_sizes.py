@@ -15,57 +15,11 @@ from small_models import Calls, Returns, assert_equal_in_each_mode, batch
 from test_to_sequential import convert
 
 
-class Recurrent(nn.Module):
-    """Takes sequences of any length. In training mode, it leaves every other position out."""
-
-    def __init__(self):
-        super().__init__()
-        torch.manual_seed(0)
-        self.embedding, self.positions = nn.Embedding(9, 4), nn.Embedding(64, 4)
-        self.conv, self.pool, self.head = nn.Conv1d(4, 4, 3, stride=2), nn.AvgPool1d(2), nn.Linear(4, 4)
-
-    def forward(self, input):
-        words, mask = input
-        x = self.embedding(words) + self.positions(torch.arange(words.shape[1]))
-        x = (x * mask[:, :, None])[:, :: 2 if self.training else 1]
-        x = self.conv(x.transpose(1, 2))
-        pooled = self.pool(x).mean(2) / x.shape[2]
-        return self.head(x.transpose(1, 2)).reshape(words.shape[0], -1).narrow(1, 0, x.shape[2]) + pooled.sum(1, keepdim=True)
-
-
-def test_any_size_of_the_inputs():
-    def data(samples, length):
-        torch.manual_seed(1)
-        return torch.randint(9, (samples, length)), torch.rand(samples, length)
-
-    model, sequence = Recurrent(), to_sequential(Recurrent(), data(2, 24))
-    for length in (25, 64, 19):
-        assert_equal_in_each_mode(sequence, model, data(3, length))
-    torch.testing.assert_close(gpipe.GPipe(sequence, [2, len(sequence) - 2], chunks=2)(data(4, 64)), model(data(4, 64)))
-    words, mask = data(2, 24)
-    with pytest.raises(ValueError, match=r"input_1.shape\[1\] == input_0.shape\[1\], but"):
-        sequence((words, mask[:, :1]))
-    with pytest.raises(ValueError, match=r"input_0.shape\[1\].*, but a micro-batch has the shape \(2, 5\), \(2, 5\)"):
-        sequence(data(2, 5))
-
-
-class LooksAtData(nn.Linear):
-    def forward(self, x):
-        y = super().forward(x)
-        return y if y.sum() > 1e9 else y * 2
-
-
-@pytest.mark.parametrize("inner", [LooksAtData(4, 4), Returns(LooksAtData(4, 4).forward)])
-def test_where_a_block_cannot_tell_its_sizes_other_sizes_are_refused(inner):
-    model = nn.ModuleList([nn.Linear(4, 4), nn.ModuleList([inner])])
-    model[1].forward = lambda x: inner(x)
-    model.forward = lambda x: model[1](model[0](x)).sum(1) / x.shape[1]
-    sequence = to_sequential(model, torch.randn(4, 5, 4))
-    assert [layer.name for layer in sequence] == ["0", "1.0"]
-    x = torch.randn(6, 5, 4)
-    assert torch.equal(sequence(x), model(x))
-    with pytest.raises(ValueError, match=r"has the shape \(6, 7, 4\), but the model was converted for \(batch, 5, 4\)"):
-        sequence(torch.randn(6, 7, 4))
+def test_inputs_with_a_common_size_must_have_it():
+    sequence = to_sequential(Returns(lambda x, y: (x * y).cumsum(1)), batch(), batch())
+    assert torch.equal(sequence((batch(5)[:, :3], batch(5)[:, :3])), batch(5)[:, :3].square().cumsum(1))
+    with pytest.raises(ValueError, match=r"y.shape\[1\] == x.shape\[1\], but"):
+        sequence((batch(), batch()[:, :1]))
 
 
 def shortens(model, x):
