@@ -5,7 +5,6 @@ import json
 import re
 import shutil
 import subprocess
-import time
 from pathlib import Path
 
 import gpipe
@@ -68,36 +67,6 @@ def test_a_report_says_where_the_time_of_traced_steps_went(pipe):
     text = str(report)
     assert text.startswith("3 steps, median ") and "\n  work " in text and "\nworker  waits  for\n     0 " in text
     assert next(iter(report.parts)) == "work" and report.first in set(report.parts) - {"work"}
-
-
-def test_forward_and_backward_are_one_step_and_the_caller_runs_between_them(pipe):
-    pipe.trace(gpipe.Timeline())
-    with pytest.warns(UserWarning, match="only step"):
-        output = pipe(torch.ones(16, 8))
-    time.sleep(0.05)
-    output.sum().backward()
-    (step,) = pipe.report().steps
-    assert step["parts"]["caller"] >= 0.05
-
-
-class Slow(nn.Module):
-    def forward(self, x):
-        time.sleep(0.002)
-        return x + 1
-
-
-def advise(ranks=None):
-    pipe = gpipe.GPipe(nn.Sequential(*(Slow() for _ in range(6))), [1, 5], chunks=4, schedule="1f1b", group=ranks)
-    pipe.trace(gpipe.Timeline())
-    pipe.step(torch.ones(16, 8, requires_grad=True), torch.ones(16, 8), nn.functional.mse_loss)
-    return [[*step["gains"]] for step in pipe.report().steps]
-
-
-def test_gains_are_of_schedules_modes_chunks_and_another_cut_by_the_times_of_layers():
-    for (changes,) in (advise(), results_of(2, advise)[0]):
-        names = {change.partition("=")[0] for change in changes}
-        assert names == {"balance", "schedule", "checkpoint", "chunks", "a core for each worker"}
-        assert "chunks=2" in changes and "checkpoint='never'" in changes and "checkpoint=['never', 'except_last']" in changes
 
 
 def report_and_watch(ranks):
@@ -211,8 +180,3 @@ def test_the_page_tells_what_an_action_waited_for(tmp_path):
     assert found["path"][0] == "The critical path, back from the end of the step:"
     assert found["path"][1] == "6 s  work of backward on stage 1, worker 1"
     assert found["other"] == 1 and found["zoomed"] == pytest.approx(0.7) and found["slower"] > 12 and found["next"] == 0
-
-
-def test_the_page_shows_ten_thousand_actions(tmp_path):
-    found = opened(tmp_path, simulated(chunks=625, workers=8).to_html())
-    assert found["complete"] and found["action"].startswith("Worker 0: forward of micro-batch 0 ")
