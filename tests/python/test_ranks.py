@@ -1,13 +1,7 @@
 """Pipelines over several processes. They must compute the same bits as in one process."""
 
 import copy
-import ctypes
-import os
 import pickle
-import signal
-import sys
-import threading
-import time
 from collections import OrderedDict
 from typing import NamedTuple
 
@@ -19,7 +13,7 @@ from torch import Tensor, nn
 
 import gpipe
 from gpipe import structure
-from helpers import Add, Fail, Join, Mix, Pair, Split, Stash, join, named_gradients, results_of, run_job
+from helpers import Add, Join, Mix, Pair, Split, Stash, named_gradients, results_of, run_job
 from small_models import Returns
 
 
@@ -82,8 +76,6 @@ def misuse(ranks):
         with pytest.raises(ValueError, match="must be positive and below"):
             gpipe.Ranks(dist.group.WORLD, timeout=timeout)
     pipe = gpipe.GPipe(make_model(), [4, 4], chunks=2, schedule="auto", group=ranks)
-    if ranks.rank:
-        pipe[-1].weight = nn.Parameter(torch.zeros_like(pipe[-1].weight))
     pipe.step(*batch(8), F.cross_entropy)
     if ranks.rank:
         setattr(pipe, "7", nn.Linear(6, 3))
@@ -123,76 +115,16 @@ def test_calls_stay_in_step_after_an_error_of_one_rank():
     results_of(2, call_differently)
 
 
-def use_groups(ranks, folder):
-    first = gpipe.GPipe(make_model(), [4, 4], group=dist.group.WORLD)
-    assert gpipe.GPipe(make_model(), [4, 4], group=dist.group.WORLD).ranks is first.ranks
-    dist.destroy_process_group()
-    join(1 - ranks.rank, 2, folder)
-    second = gpipe.GPipe(make_model(), [4, 4], group=dist.group.WORLD)
-    return first.ranks.rank, second.ranks.rank
-
-
-def test_a_new_group_has_new_ranks(tmp_path):
-    assert run_job(2, use_groups, str(tmp_path)) == [((0, 1), None), ((1, 0), None)]
-
-
-def interrupt(thread, store):
-    """Presses Ctrl-C when the thread waits in a call of its pipeline."""
-    places = []
-    while len(places) < 10 or len({*places[-10:]}) > 1 or not places[-1][0].co_filename.endswith("pipeline.py"):
-        frame = sys._current_frames()[thread]
-        places.append((frame.f_code, frame.f_lasti))
-        time.sleep(0.02)
-    os.kill(os.getpid(), signal.SIGINT)
-    store.set("interrupted", "")
-
-
-def end_early(ranks, how):
-    """Rank 1 ends by an exception, outside a call or in a layer, or by Ctrl-C in a call that waits for rank 0."""
-    last = Fail(KeyError("broken")) if how == "layer" else nn.Identity()
-    pipe = gpipe.GPipe(nn.Sequential(*make_model(), last), [4, 5], chunks=2, group=ranks)
-    if how == "outside" and ranks.rank == 1:
+def end_early(ranks):
+    pipe = gpipe.GPipe(make_model(), [4, 4], chunks=2, group=ranks)
+    if ranks.rank == 1:
         raise FileNotFoundError("no data")
-    if how == "interrupted":
-        store = dist.distributed_c10d._get_default_store()
-        if ranks.rank == 1:
-            signal.signal(signal.SIGINT, signal.default_int_handler)  # a background job ignores Ctrl-C
-            threading.Thread(target=interrupt, args=(threading.get_ident(), store)).start()
-        else:
-            store.wait(["interrupted"])
     pipe.step(*batch(8), F.cross_entropy)
 
 
-@pytest.mark.parametrize(("how", "first", "second"), [
-    ("outside", "rank 1 failed: FileNotFoundError: no data", "FileNotFoundError: no data"),
-    ("layer", "rank 1 failed in 1F0 (stage 1, micro-batch 0, layer '8'): KeyError: 'broken'", "KeyError: 'broken'"),
-    ("interrupted", "rank 1 was stopped: KeyboardInterrupt", "KeyboardInterrupt"),
-])  # fmt: skip
-def test_a_rank_that_ends_early_ends_the_calls_of_the_others(how, first, second):
-    results = run_job(2, end_early, how)
-    assert first in results[0][1] and results[1][1].startswith(second)
-
-
-class MallocInfo(ctypes.Structure):
-    _fields_ = [(f"other{i}", ctypes.c_size_t) for i in range(7)] + [("in_use", ctypes.c_size_t), ("", ctypes.c_size_t * 2)]
-
-
-def leave_no_bytes(ranks, calls):
-    malloc_info = ctypes.CDLL(None).mallinfo2
-    malloc_info.restype = MallocInfo
-    pipe = gpipe.GPipe(make_model(), [4, 4], chunks=2, group=ranks)
-
-    def bytes_after(calls):
-        for _ in range(calls):
-            pipe.team.largest(1)
-        return malloc_info().in_use
-
-    return bytes_after(100), bytes_after(calls)
-
-
-def test_a_wait_for_another_rank_leaves_no_memory():
-    for before, after in results_of(2, leave_no_bytes, 2000):
-        assert after - before < 2000 * 10
+def test_a_rank_that_ends_early_ends_the_calls_of_the_others():
+    (_, first), (_, second) = run_job(2, end_early)
+    assert "rank 1 failed: FileNotFoundError: no data" in first and second == "FileNotFoundError: no data"
 
 
 def trim(tokens):
@@ -256,11 +188,5 @@ def test_a_model_without_initial_values_is_initialized_by_its_layers():
     assert all(torch.equal(one[name], three[name]) for name in one) and one.keys() == three.keys()
     assert torch.equal(one["0.weight"], one["3.weight"]) and one["0.weight"].std() > 0.5  # as Embedding draws them
     assert torch.equal(one["1.in_proj_bias"], torch.zeros(9)) and torch.equal(one["2.running_var"], torch.ones(3))
-    masked, mixing = nn.Linear(2, 2), Mix(nn.Parameter(torch.ones(2, 2)))
-    masked.register_buffer("mask", torch.ones(2, 2))
-    for layer, message in (
-        (mixing, "layer '0' has a Mix on the meta device without reset_parameters"),
-        (masked, r"leaves a tensor of shape \(2, 2\) without values"),
-    ):
-        with pytest.raises(ValueError, match=message):
-            gpipe.GPipe(nn.Sequential(layer.to("meta")), [1])
+    with pytest.raises(ValueError, match="layer '0' has a Mix on the meta device without reset_parameters"):
+        gpipe.GPipe(nn.Sequential(Mix(nn.Parameter(torch.ones(2, 2))).to("meta")), [1])
