@@ -2,11 +2,16 @@
 
 Public headers, which are those that CMakeLists.txt installs, include only public headers, and nothing of Abseil. One in
 the root of gpipe/ belongs to the folder of the source of its name, and its include counts as an include of all that it
-includes. Examples include only public headers. Other sources include internals of torch only from one header.
+includes. Examples include only public headers. Other sources include internals of torch only from one header. Neither modules
+nor folders of the Python package import in circles.
 """
 
+import ast
 import re
 import sys
+from collections import defaultdict
+from collections.abc import Iterator
+from graphlib import CycleError, TopologicalSorter
 from pathlib import Path
 
 ROOT = Path(__file__).resolve().parent.parent
@@ -80,6 +85,30 @@ def check(design: str) -> list[str]:
     return errors
 
 
+def imported_by(path: Path) -> Iterator[str]:
+    for node in ast.walk(ast.parse(path.read_text())):
+        if isinstance(node, ast.Import):
+            yield from (alias.name for alias in node.names)
+        elif isinstance(node, ast.ImportFrom):
+            yield from (str(node.module), *(f"{node.module}.{alias.name}" for alias in node.names))
+
+
+def circles(root: Path) -> list[str]:
+    paths = {".".join(path.relative_to(root).with_suffix("").parts): path for path in root.rglob("*.py")}
+    modules = {f"gpipe.{name}".removesuffix(".__init__"): path for name, path in paths.items() if name != "__init__"}
+    imports = {name: modules.keys() & set(imported_by(path)) for name, path in modules.items()}
+    folders: defaultdict[str, set[str]] = defaultdict(set)
+    for name, others in imports.items():
+        folder = name.split(".")[1]
+        folders[folder] |= {other.split(".")[1] for other in others} - {folder}
+    try:
+        for graph in (imports, folders):
+            TopologicalSorter(graph).prepare()
+    except CycleError as error:
+        return [f"imports go in a circle: {error.args[1]}"]
+    return []
+
+
 if __name__ == "__main__":
-    found = check((ROOT / "docs/design.md").read_text())
+    found = check((ROOT / "docs/design.md").read_text()) + circles(ROOT / "python/gpipe")
     sys.exit("\n".join(found) if found else 0)

@@ -2,7 +2,6 @@
 
 import contextlib
 import functools
-import itertools
 import json
 import multiprocessing
 import os
@@ -18,7 +17,6 @@ from concurrent.futures import ProcessPoolExecutor
 from pathlib import Path
 from typing import NamedTuple
 
-import pytest
 import safetensors.torch
 import torch
 import torch.distributed as dist
@@ -55,11 +53,6 @@ def gradients(module):
 
 def named_gradients(module):
     return {name: parameter.grad for name, parameter in module.named_parameters()}
-
-
-def random_balance(rng, layers, stages):
-    cuts = [0, *sorted(rng.sample(range(1, layers), stages - 1)), layers]
-    return [last - first for first, last in itertools.pairwise(cuts)]
 
 
 def notes(error):
@@ -156,14 +149,6 @@ class YieldAdd(nn.Module):
     def forward(self, x):
         skip = yield pop("skip")
         return x + skip
-
-
-def built(name):
-    """Returns the path of a program or library of the C++ tests. Skips the test if it has not been built."""
-    path = Path(os.environ.get("GPIPE_BUILD_DIR", "")) / "tests" / name
-    if not path.exists():
-        pytest.skip("needs a build folder with tests in GPIPE_BUILD_DIR")
-    return path
 
 
 _IMPORTS = "import gpipe, torch, threading, time, os, signal, sys\nfrom torch import nn\n"

@@ -29,26 +29,13 @@ WORDS, LENGTH, SAMPLES, CHUNKS = 1000, 8, 4, 2
 MIB = 1 << 20
 
 
-class Block(nn.Module):
-    def __init__(self, width):
-        super().__init__()
-        self.norms = nn.ModuleList(nn.LayerNorm(width) for _ in range(2))
-        self.qkv, self.out = nn.Linear(width, 3 * width), nn.Linear(width, width)
-        self.up, self.down = nn.Linear(width, 4 * width), nn.Linear(4 * width, width)
-
-    def forward(self, x):
-        heads = self.qkv(self.norms[0](x)).unflatten(-1, (3, -1, 64)).transpose(1, 3).unbind(2)
-        x = x + self.out(F.scaled_dot_product_attention(*heads, is_causal=True).transpose(1, 2).flatten(2))
-        return x + self.down(F.gelu(self.up(self.norms[1](x))))
-
-
 def width_of(millions):
     return 64 * max(1, round((millions * 1e6 / 12 / 16) ** 0.5 / 64))
 
 
 def make_model(width):
     """Returns 16 blocks between an embedding and a head."""
-    blocks = [Block(width) for _ in range(16)]
+    blocks = [nn.TransformerEncoderLayer(width, width // 64, 4 * width, 0.0, batch_first=True) for _ in range(16)]
     return nn.Sequential(nn.Embedding(WORDS, width), *blocks, nn.LayerNorm(width), nn.Linear(width, WORDS))
 
 
