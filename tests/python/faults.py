@@ -13,6 +13,7 @@ import time
 
 import torch
 from torch import nn
+from torch.nn import functional as F
 
 import gpipe
 from helpers import results_of
@@ -37,8 +38,11 @@ class Work(nn.Module):
         return x
 
 
-def report_of(layers, balance, chunks=16, checkpoint="never", seconds=0.0, ranks=None, loss=nn.functional.mse_loss):
-    """Trains. Returns the names of costs, the largest first, the stage that takes longest, and the report in words."""
+def report_of(layers, balance=(1, 1), chunks=16, checkpoint="never", seconds=0.0, loss=F.mse_loss, others=0, ranks=None):
+    """Trains, beside so many other processes. Returns the names of costs, the largest first, the stage that takes longest, and
+    the report in words."""
+    burn = "import os, time\nend = time.time() + 60\nwhile time.time() < end and os.getppid() != 1: pass"
+    processes = [subprocess.Popen([sys.executable, "-c", burn]) for _ in range(others)]
     torch.manual_seed(0)
     devices = ["cpu"] * (len(balance) // (ranks.size if ranks else 1))
     options = {"chunks": chunks, "checkpoint": checkpoint, "schedule": "1f1b", "devices": devices, "group": ranks}
@@ -49,101 +53,75 @@ def report_of(layers, balance, chunks=16, checkpoint="never", seconds=0.0, ranks
             time.sleep(seconds)  # of the loader
             x = torch.randn(SAMPLES, WIDTH)
             pipe.step(x, x, loss)
+    for process in processes:
+        process.kill()
+        process.wait()
     report = pipe.report()
     return [*report.parts][1:], report.busiest, str(report)
 
 
-def slow_stage(rng):
-    slow = rng.randrange(2)
-    work = [Work(1 + 5 * (index // 2 == slow)) for index in range(4)]
-    return lambda ranks=None: report_of(work, [2, 2], ranks=ranks), "imbalance", slow
+def works(*products):
+    return {"layers": [Work(each) for each in products]}
 
 
-def bad_cut(rng):
-    cut = rng.choice([[1, 5], [5, 1]])
-    return lambda ranks=None: report_of([Work(2) for _ in range(6)], cut, ranks=ranks), "imbalance", cut.index(5)
+def slow_stage(stage):
+    return works(*(6 if index // 2 == stage else 1 for index in range(4))) | {"balance": [2, 2]}, stage
 
 
-def heavy_loss(rng):
-    work = Work(rng.randrange(6, 9))
-    work.requires_grad_(False)
-    loss = lambda output, target: nn.functional.mse_loss(work(output), target)  # noqa: E731
-    return lambda ranks=None: report_of([Work(2), Work(2)], [1, 1], ranks=ranks, loss=loss), "imbalance", "the loss"
+def bad_cut(stage):
+    return works(*[2] * 6) | {"balance": [1, 5] if stage else [5, 1]}, stage
 
 
-def too_few_chunks(rng):
-    chunks = rng.choice([1, 2])
-    return lambda ranks=None: report_of([Work(4), Work(4)], [1, 1], chunks, ranks=ranks), "schedule", None
+def heavy_loss(products):
+    work = Work(products).requires_grad_(False)
+    return works(2, 2) | {"loss": lambda output, target: F.mse_loss(work(output), target)}, "the loss"
 
 
-def needless_recompute(rng):
-    chunks = rng.choice([16, 32])
-    return lambda ranks=None: report_of([Work(6), Work(6)], [1, 1], chunks, "always", ranks=ranks), "recompute", None
+def held_lock(loops):
+    return {"layers": [Work(1, loops), Work(1, loops)]}, None
 
 
-def slow_loader(rng):
-    seconds = rng.uniform(0.3, 0.6)
-    return lambda ranks=None: report_of([Work(2), Work(2)], [1, 1], seconds=seconds, ranks=ranks), "caller", None
+def slow_wire():
+    wide = Returns(lambda x: x.repeat(1, 100)), Returns(lambda x: x[:, :WIDTH])
+    return {"layers": [Work(1), *wide, Work(1)], "balance": [2, 2], "chunks": 4}, None
 
 
-def held_lock(rng):
-    loops = rng.randrange(200_000, 400_000)
-    return lambda ranks=None: report_of([Work(1, loops), Work(1, loops)], [1, 1]), "locks", None
-
-
-def slow_wire(rng):
-    layers = [Work(1), Returns(lambda x: x.repeat(1, 100)), Returns(lambda x: x[:, :WIDTH]), Work(1)]
-    return lambda ranks=None: report_of(layers, [2, 2], chunks=4, ranks=ranks), "wires", None
-
-
-def stolen_core(rng):
-    def run(ranks=None):
-        burn = "import os, time\nend = time.time() + 60\nwhile time.time() < end and os.getppid() != 1: pass"
-        others = [subprocess.Popen([sys.executable, "-c", burn]) for _ in range(rng.choice([4, 6]))]
-        try:
-            return report_of([Work(4), Work(4)], [1, 1], ranks=ranks)
-        finally:
-            for other in others:
-                other.kill()
-                other.wait()
-
-    return run, "cores", None
-
-
-# With the kinds of jobs that can have the fault. One process has no wire, and ranks have no lock in common.
-FAULTS = [
-    (slow_stage, (False, True)),
-    (bad_cut, (False, True)),
-    (heavy_loss, (False, True)),
-    (too_few_chunks, (False, True)),
-    (needless_recompute, (False, True)),
-    (slow_loader, (False, True)),
-    (held_lock, (False,)),
-    (slow_wire, (True,)),
-    (stolen_core, (False, True)),
-]
+BOTH = (False, True)
+# By name: whether jobs of one process and over ranks can have the fault, its cost, and options of report_of(), with the place
+# that takes longest. One process has no wire, and ranks have no lock in common.
+FAULTS = {
+    "slow stage": (BOTH, "imbalance", lambda rng: slow_stage(rng.randrange(2))),
+    "bad cut": (BOTH, "imbalance", lambda rng: bad_cut(rng.randrange(2))),
+    "heavy loss": (BOTH, "imbalance", lambda rng: heavy_loss(rng.randrange(6, 9))),
+    "too few chunks": (BOTH, "schedule", lambda rng: (works(4, 4) | {"chunks": rng.choice([1, 2])}, None)),
+    "needless recompute": (BOTH, "recompute", lambda rng: (works(6, 6) | {"checkpoint": "always", "chunks": 16}, None)),
+    "slow loader": (BOTH, "caller", lambda rng: (works(2, 2) | {"seconds": rng.uniform(0.3, 0.6)}, None)),
+    "held lock": ((False,), "locks", lambda rng: held_lock(rng.randrange(200_000, 400_000))),
+    "slow wire": ((True,), "wires", lambda rng: slow_wire()),
+    "stolen core": (BOTH, "cores", lambda rng: (works(4, 4) | {"others": rng.choice([4, 6])}, None)),
+}
 
 
 def on_rank(ranks, name, seed):
     torch.set_num_threads(1)
-    return globals()[name](random.Random(seed))[0](ranks)
+    options, place = FAULTS[name][2](random.Random(seed))
+    return *report_of(**options, ranks=ranks), place
 
 
 def main():
     torch.set_num_threads(1)
     cases = int(sys.argv[1]) if len(sys.argv) > 1 else 50
-    kinds = [(fault, over_ranks) for fault, jobs in FAULTS for over_ranks in jobs]
+    kinds = [(name, over_ranks) for name, (jobs, *_) in FAULTS.items() for over_ranks in jobs]
     named = apart = 0
     for seed in range(cases):
-        fault, over_ranks = kinds[seed % len(kinds)]
-        run, cause, stage = fault(random.Random(seed))
-        costs, busiest, text = results_of(2, on_rank, fault.__name__, seed)[0] if over_ranks else run()
+        name, over_ranks = kinds[seed % len(kinds)]
+        cause = FAULTS[name][1]
+        costs, busiest, text, stage = results_of(2, on_rank, name, seed)[0] if over_ranks else on_rank(None, name, seed)
         right = stage in (None, busiest) or "stage 1 takes longest" in text and f"forwards in {stage}" in text
         named += right and costs[0] == cause
         right = right and [each for each in costs if each == cause or each != "cores"][0] == cause
         apart += right
-        name = fault.__name__ + " over ranks" * over_ranks
-        print(f"{name}, seed {seed}: {', '.join(costs[:3])}; stage {busiest}", flush=True)
+        print(f"{name}{' over ranks' * over_ranks}, seed {seed}: {', '.join(costs[:3])}; stage {busiest}", flush=True)
         if not right:
             print(text)
     print(f"of {cases} faults {named} were named first, and {apart} apart from cores")
