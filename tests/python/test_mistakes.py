@@ -201,6 +201,7 @@ CALLS = [
     (method("step"), LOSS | {"input": X, "scale": 1.0, "return_output": False}),
     (method("compute_loss"), LOSS | {"input": X, "scale": 1.0}),
     (team("gather"), {"data": b"", "what": "bytes"}),
+    (team("sum_over_replicas"), {"numbers": [1.0]}),
     (method("clip_grad_norm_"), {"max_norm": 1.0, "norm_type": 2.0}),
     (gpipe.Loss, {"function": loss, "count": len, "reduction": "mean", "check": True}),
     (gpipe.losses.check_loss, LOSS | {"output": X, "chunks": 2}),

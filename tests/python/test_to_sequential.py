@@ -18,6 +18,7 @@ import gpipe
 from gpipe import to_sequential
 from gpipe.skip import verify_skippables
 from gpipe.wrapper import layers_in
+from habits import Triple
 from helpers import named_gradients
 from small_models import Calls, Returns, batch, make_net, names_of
 
@@ -161,6 +162,7 @@ def total(output):
 HARD = {
     "counts through a view": counts_through_a_view,
     "names that are no identifiers": lambda m, x: m.b(m.a(x) * m.shifts[0] + m.scales["class"]) * m.scales["w-1"] + m.shifts[1],
+    "calls layers under vmap": lambda m, x: m.b(torch.vmap(lambda row: m.b(m.a(row)) + m.count)(x)),
     "another layer": lambda m, x: m.d(m.b(x) if m.training else m.c(x)),
     "another order": lambda m, x: m.d(m.b(m.c(x)) if m.training else m.c(m.b(x))),
     "other arguments": other_arguments,
@@ -192,19 +194,6 @@ def test_what_is_hard_to_divide(name, native):
     pipe.step(batch(), batch(), gpipe.Loss(lambda output, target: total(output), reduction="sum"))
     total(plain(batch())).backward()
     torch.testing.assert_close(named_gradients(pipe), named_gradients(plain))
-
-
-class Reversed(torch.autograd.Function):
-    @staticmethod
-    def forward(ctx, x):
-        return x.view_as(x)
-
-    @staticmethod
-    def backward(ctx, gradient):
-        return -gradient
-
-
-reverse = Reversed.apply
 
 
 FREE = nn.Parameter(torch.ones(4).double())
@@ -255,7 +244,9 @@ class Packed(nn.Module):
     (lambda: convert(lambda x: x.view(6, 2, 2)), ValueError, "fixes dimension 0 of an input, the batch, to 6"),
     (lambda: convert(lambda x: (x * 2, x.mean())), ValueError, r"output 1 of 2 has the shape \(\), without"),
     (lambda: convert(lambda x: x.softmax(0)), ValueError, "output 0 for one sample depends on the other samples"),
+    (lambda: convert(lambda x: x[:, : len(x)] * 2), ValueError, "output 0 for one sample depends on the other samples"),
     (lambda: convert(lambda x: x), ValueError, "it computes nothing"),
+    (lambda: convert(lambda x: (x * 2, x.argmax(0)[:1].expand(len(x)))), ValueError, "output 1 for one sample depends on the"),
     (lambda: convert(lambda x: (x * 2, random.Random(0))), ValueError, "returns a random.Random; .* use_cache=False"),
     (lambda: to_sequential(Calls(centred), batch()), ValueError, "for one sample depends on .* mini-batch in training mode"),
     (lambda: convert(of_several), ValueError, "output 0 for one sample depends on the other samples"),
@@ -263,7 +254,7 @@ class Packed(nn.Module):
     (lambda: convert(lambda x: x * float(x.mean())), ValueError, "cannot convert the model"),
     (lambda: convert(lambda x: x if torch.all(x > 0) else -x), ValueError, r"its control flow depends on data \(.*test_to_seq"),
     (lambda: to_sequential(Calls(lambda m, x: m.a(x) + m.count.data), batch()), ValueError, r"\.data .*; use detach\(\)"),
-    (lambda: convert(lambda x: reverse(x)), ValueError, "the gradient of input 0 differs"),
+    (lambda: convert(lambda x: Triple.apply(x)), ValueError, "the gradient of input 0 differs"),
     (lambda: convert(lambda x: x * FREE), ValueError, "tensor 0 that requires grad and that no module has registered"),
     (lambda: convert(lambda x: x * random.random()), ValueError, "output 0 of a second call differs"),
     (lambda: to_sequential(3, batch()), TypeError, "must be nn.Module, but is <class 'int'>"),
@@ -302,7 +293,7 @@ def test_what_cannot_be_converted(call, error, message, capfd):
     assert capfd.readouterr() == ("", "")
     assert handler.filters == filters and "print" not in vars(torch.export._trace)
     assert torch.Tensor.register_hook is register_hook
-    reverse(batch())
+    Triple.apply(batch())
 
 
 class Routed(nn.Module):
