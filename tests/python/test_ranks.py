@@ -72,6 +72,8 @@ def misuse(ranks):
     ):
         with pytest.raises(error, match=message):
             gpipe.GPipe(**{"module": make_model(), "balance": [4, 4], "group": ranks} | arguments)
+    pipes = [gpipe.GPipe(make_model(), [4, 4], group=dist.group.WORLD) for _ in range(2)]
+    assert pipes[0].ranks is pipes[1].ranks is not ranks
     for timeout in (-1, float("inf")):
         with pytest.raises(ValueError, match="must be positive and below"):
             gpipe.Ranks(dist.group.WORLD, timeout=timeout)
