@@ -118,23 +118,6 @@ def test_a_training_goes_on_at_another_cut_with_the_same_losses(kind, options, t
     assert same(dict(resumed.state_dict()), dict(pipe.state_dict()))
 
 
-def test_names_of_parameters_and_schedulers_and_options_that_only_one_side_has(tmp_path):
-    pipe = gpipe.GPipe(make_model(), [2, 2], chunks=2)
-    named = AdamW(pipe.named_parameters(), lr=0.5)
-    train(pipe, named, 1)
-    snapshot.save(tmp_path, pipe, optimizer=named)
-    other = AdamW(pipe.parameters())
-    lr_scheduler.StepLR(other, 1)  # adds initial_lr
-    other.param_groups[0]["of_a_newer_torch"] = 3
-    snapshot.load(tmp_path, pipe, optimizer=other)
-    group = other.param_groups[0]
-    assert (group["lr"], group["initial_lr"], group["of_a_newer_torch"]) == (0.5, 0.001, 3)
-    assert "param_names" not in group
-    snapshot.save(tmp_path, pipe, optimizer=other)
-    snapshot.load(tmp_path, pipe, optimizer=named)
-    assert named.param_groups[0]["param_names"] == [name for name, _ in pipe.named_parameters()]
-
-
 def test_an_optimizer_that_cpp_saved(tmp_path):
     """Its steps are integers, and it lacks options and keys that only Python has."""
     pipe, optimizer = make([1, 3])
@@ -185,7 +168,6 @@ def test_generators_continue(tmp_path):
 
 
 @pytest.mark.parametrize("make_scheduler", [
-    lambda optimizer: lr_scheduler.OneCycleLR(optimizer, 0.1, total_steps=9),
     lambda optimizer: lr_scheduler.ReduceLROnPlateau(optimizer, patience=0),
     lambda optimizer: lr_scheduler.SequentialLR(
         optimizer, [lr_scheduler.LinearLR(optimizer, 0.1, total_iters=4), lr_scheduler.MultiStepLR(optimizer, [1, 2])], [4]
@@ -244,22 +226,13 @@ def make_adam(pipe):
     return AdamW(pipe.parameters())
 
 
-def dotted():
-    model = nn.Module()
-    model._buffers[".a"] = torch.ones(2)
-    return model
-
-
 @pytest.mark.parametrize("arguments, error, message", [
     ({"extra": {"a": [object()]}}, TypeError, r"cannot save 'extra/a/0', which is <class 'object'>: a snapshot holds"),
     ({"extra": json.loads("[" * 300 + "]" * 300)}, ValueError, "it has more than 100 levels"),
-    ({"extra": torch.ones(2).to_sparse()}, ValueError, "layout Sparse on cpu cannot be saved"),
-    ({"extra": {"\udcff": 1}}, UnicodeEncodeError, "surrogates not allowed"),
     ({"step": 1.5}, TypeError, "step must be an integer, but is 1.5"),
     ({"optimizer": 1}, TypeError, "optimizer must be an optimizer, but is 1"),
     ({"optimizer": SGD(make_model().parameters())}, ValueError, "parameter 0 in group 0 of the optimizer does not belong"),
     ({"pipe": {}}, TypeError, "pipe must be a pipeline or another module"),
-    ({"pipe": dotted()}, ValueError, "begins with a dot"),
 ])  # fmt: skip
 def test_what_cannot_be_saved_leaves_the_snapshot_before(arguments, error, message, tmp_path):
     pipe, _ = make([1, 3])
@@ -289,14 +262,6 @@ def test_errors_of_files_are_those_of_python(tmp_path):
     ):
         with pytest.raises(error, match=message):
             call()
-    before = states(pipe, optimizer)
-    for file in (each for each in sorted(folder.iterdir()) if "index" not in each.name):
-        content = file.read_bytes()
-        file.write_bytes(content[:-1])
-        with pytest.raises(ValueError, match=str(tmp_path)):
-            snapshot.load(folder, pipe, optimizer=optimizer)
-        file.write_bytes(content)
-    assert same(states(pipe, optimizer), before)
 
 
 def test_hugging_face_opens_the_weights(tmp_path):
