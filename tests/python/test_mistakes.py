@@ -227,30 +227,23 @@ def test_no_argument_is_refused_in_the_words_of_the_extension_module(function, a
                 assert "incompatible" not in str(error), (name, value)
 
 
-class Fails(nn.Module):
-    """Calls a function with a tensor whose graph is recorded."""
-
-    def __init__(self, call):
-        super().__init__()
-        self.call = call
-
-    def forward(self, x):
-        y = x.clone()
-        if y.requires_grad:
-            self.call(y)
-        return y
+def fails_in_its_backward(x):
+    y = x.clone()
+    if y.requires_grad:
+        y.register_hook(lambda _: 1 / 0)  # unlike a raise, this makes no exception object
+    return y
 
 
-def not_twice(x):
+def fails_the_second_time(x):
     if gpipe.is_recomputing():
         raise LookupError("not twice")
+    return x.clone()
 
 
 @pytest.mark.parametrize("layer, error, text, place", [
     (Fail(), ValueError, "from the layer", "forward of micro-batch 0 on stage 1, layer '1'"),
-    # Unlike a raise, this makes no exception object.
-    (Fails(lambda x: x.register_hook(lambda _: 1 / 0)), ZeroDivisionError, "by zero", "backward of micro-batch 1 on stage 1"),
-    (Fails(not_twice), LookupError, "not twice", "recompute of micro-batch 1 on stage 1, layer '1'"),
+    (Returns(fails_in_its_backward), ZeroDivisionError, "by zero", "backward of micro-batch 1 on stage 1"),
+    (Returns(fails_the_second_time), LookupError, "not twice", "recompute of micro-batch 1 on stage 1, layer '1'"),
 ])  # fmt: skip
 @needs_notes
 def test_an_error_gets_a_note_of_its_place(layer, error, text, place):
