@@ -46,16 +46,13 @@ class Whole(nn.Module):
         return self.second(self.first(x))
 
 
-class Counting(nn.Module):
-    """Its only child does more than compute."""
-
-    def __init__(self):
-        super().__init__()
-        self.inner = Whole()
-        self.inner.forward = lambda x: setattr(self.inner, "count", len(x)) or Whole.forward(self.inner, x)
-
-    def forward(self, x):
-        return self.inner(x)
+def counting():
+    """Returns a model whose only child does more than compute."""
+    inner = Whole()
+    inner.forward = lambda x: setattr(inner, "count", len(x)) or Whole.forward(inner, x)
+    model = Returns(lambda x: inner(x))
+    model.inner = inner
+    return model
 
 
 class DoublesItsResult(nn.Sequential):
@@ -155,7 +152,7 @@ MISTAKES = [
     (lambda: from_module(stages=2, balance=[1, 1]), ValueError, "balance and stages exclude each other: .*; leave stages out"),
     (lambda: from_module(stages=2, devices=["cpu"], seconds=0), ValueError, "no schedule and number of replicas suits 1 devices"),
     (lambda: gpipe.GPipe.from_module(Whole(), X, stages=7), ValueError, "the number of stages must be between 1 and .* but is 7"),
-    (lambda: gpipe.GPipe.from_module(Counting(), X, stages=2), ValueError, r"1 layers, too few .*\n.*'count' .*; move that"),
+    (lambda: gpipe.GPipe.from_module(counting(), X, stages=2), ValueError, r"1 layers, too few .*\n.*'count' .*; move that"),
     # Balances and plans.
     (lambda: balance.balance_by_size(1, [LAYER], X), TypeError, "module must be nn.Sequential"),
     (lambda: balance.profile(make_linears(), [1, 2]), TypeError, "expected Tensor, but got <class 'int'>"),
