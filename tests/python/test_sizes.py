@@ -66,7 +66,7 @@ def test_one_sample_is_taken_unless_the_code_treats_it_differently():
     (lambda x: x * (3 if x.shape[0] > 4 else 2), batch(3), r"samples >= 5, but a micro-batch has the shape \(3, 4\):"),
     (lambda x: x * (3 if x.shape[0] % 2 else 2), batch(5), r"\(samples % 2\) == 0, but a micro-batch has .* \(5, 4\):"),
     (lambda x: x * (3 if x.shape[1] > 3 else 2), batch()[:, :3], r"shape\[1\] >= 4, but a micro-batch has .* \(6, 3\):"),
-    (lambda x: x * (3 if x.shape[1] > 1 else 2), batch()[:, :1], r"shape\[1\] >= 2, but a micro-batch has .* \(6, 1\):"),
+    (lambda x: x * (3 if x.shape[1] > 1 else 2), batch(1)[:, :1], r"shape\[1\] >= 2, but a micro-batch has .* \(1, 1\):"),
     (lambda x: x * (3 if x.shape[0] > 1 else 2), batch(1), r"samples >= 2, but a micro-batch has .* \(1, 4\):"),
 ])  # fmt: skip
 def test_inputs_unlike_the_example_are_refused(function, wrong, message):
