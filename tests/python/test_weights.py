@@ -96,7 +96,9 @@ def trained(make, native, path=None):
     return pipe.step(ids(), ids(), loss), named_gradients(pipe), pipe.state_dict(), dict(pipe.named_buffers())
 
 
-@pytest.mark.parametrize(("name", "native"), [*((name, False) for name in MODELS), ("persistent tables", True), ("tied llama", True)])
+@pytest.mark.parametrize(
+    ("name", "native"), [*((name, False) for name in MODELS), ("persistent tables", True), ("tied llama", True)]
+)
 def test_a_model_from_meta_equals_one_that_was_made_whole(name, native, tmp_path):
     torch.manual_seed(0)
     whole = MODELS[name]()
