@@ -54,10 +54,15 @@ class Wrapper(nn.Module):
             raise
 
     def __setattr__(self, name: str, value: Any) -> None:
-        if not name.startswith("_") and name not in dir(self) and hasattr(self.__dict__.get("module"), name):
-            setattr(self.module, name, value)
-        else:
-            super().__setattr__(name, value)
+        self._owner_of(name).__setattr__(name, value)
+
+    def __delattr__(self, name: str) -> None:
+        self._owner_of(name).__delattr__(name)
+
+    def _owner_of(self, name: str) -> Any:
+        """Returns the module if it has an attribute that the wrapper lacks, else the wrapper as a plain module."""
+        is_own = name.startswith("_") or name in dir(self) or not hasattr(self.__dict__.get("module"), name)
+        return super() if is_own else self.module
 
     def get_submodule(self, target: str) -> nn.Module:
         # Attributes of the wrapper may have the names of children.

@@ -73,6 +73,8 @@ def test_attributes_and_methods_are_those_of_the_model():
     assert model.scale == 3
     with pytest.raises(RuntimeError, match="scale"):
         pipe(x)
+    del pipe.scale
+    assert model.scale == 2 and torch.equal(pipe(x), model(x))
 
 
 def scaled(state):
