@@ -1,6 +1,10 @@
 """Blocks of converted models, which layers call whole, and the guards of the code between them."""
 
 import copy
+import functools
+import pickle
+import random
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -8,6 +12,8 @@ from torch import nn
 
 import gpipe
 from gpipe import to_sequential
+from gpipe.exported.guards import Guards
+from gpipe.exported.read import Read
 from small_models import Calls, batch, make_net, names_of
 
 
@@ -94,6 +100,54 @@ def test_an_input_that_requires_grad_is_noticed_without_grad_mode_too():
         sequence(batch().requires_grad_())
 
 
+SETTINGS = SimpleNamespace(scale=1.0)
+
+
+class Reads(nn.Linear):
+    """Has attributes, and a forward that reads globals."""
+
+    def __init__(self):
+        super().__init__(2, 2)
+        self.sizes, self.shape, self.random, self.kinds = [1, 2], (2, (3, [4])), random.Random(0), {8, 0}
+
+    def forward(self, x):
+        return x * SETTINGS.scale
+
+    renamed = functools.wraps(nn.Module.forward)(lambda self: 1)  # pickle does not find it
+
+
+@pytest.mark.parametrize(("change", "message"), [
+    (lambda module, patch: setattr(module, "in_features", 2.0), "attribute 'in_features'"),
+    (lambda module, patch: delattr(module, "in_features"), "attribute 'in_features'"),
+    (lambda module, patch: module.sizes.append(3), "attribute 'sizes'"),
+    (lambda module, patch: module.shape[1][1].append(3), "attribute 'shape'"),
+    (lambda module, patch: module.random.random(), "attribute 'random'"),
+    (lambda module, patch: module.kinds.add(9), "attribute 'kinds'"),
+    (lambda module, patch: setattr(module, "forward", lambda x: x), "attribute 'forward'"),
+    (lambda module, patch: setattr(module, "__class__", nn.Linear), "its class"),
+    (lambda module, patch: setattr(module, "bias", None) or module._parameters.pop("bias"), "its parameters"),
+    (lambda module, patch: module.register_forward_hook(print), "its forward hooks"),
+    (lambda module, patch: patch.setattr(SETTINGS, "scale", 2.0), r"'test_blocks\.SETTINGS\.scale' has changed"),
+    (lambda module, patch: patch.setattr(Reads, "renamed", lambda self: 2), r"'Reads\.renamed' has changed"),
+])  # fmt: skip
+@pytest.mark.parametrize("calls", [0, 2])
+@pytest.mark.parametrize("copies", [tuple, copy.deepcopy, lambda each: pickle.loads(pickle.dumps(each))])
+def test_guards_see_each_change(change, message, calls, copies, monkeypatch):
+    module, read = Reads(), Read({(__name__, "SETTINGS")}, {"SETTINGS", "scale", "renamed"})
+    guards = Guards(module, {"": module}, [torch.float32], {}, read, (), [], [])
+    for _ in range(calls):
+        guards.check([torch.ones(1)])
+        module.train(not module.training)
+        module.weight = nn.Parameter(torch.zeros(2, 2))
+    guards, module = copies((guards, module))
+    module.kinds = {0, 8}  # an equal set, in another order
+    guards.check([torch.ones(1)])
+    change(module, monkeypatch)
+    for _ in range(2):
+        with pytest.raises(RuntimeError, match=message):
+            guards.check([torch.ones(1)])
+
+
 class TwiceSigmoid(torch.autograd.Function):
     """Has a backward of its own. Changes in place what the backward of a sigmoid needs."""
 
@@ -147,7 +201,7 @@ def counting():
     return double
 
 
-@pytest.mark.parametrize("odd", [{Key(): Key()}, {Key, type("Other", (Key,), {})}, counting()])
+@pytest.mark.parametrize("odd", [{Key(): Key()}, {Key() for _ in range(9)}, counting()])
 def test_guards_see_nothing_else_than_changes(odd):
     class Model(nn.Sequential):
         def forward(self, x):

@@ -1,7 +1,7 @@
 """What a conversion takes for granted, and what each call checks of it: modules' attributes, and modes of torch."""
 
 import inspect
-from collections.abc import Callable, Container, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Container, Iterable, Iterator, Mapping, Sequence, Set
 from functools import partial
 from itertools import chain
 from typing import Any
@@ -18,6 +18,7 @@ _GLOBAL_HOOKS: list[dict[int, Any]] = [
     for name, hooks in vars(nn.modules.module).items()
     if name.startswith("_global") and name.endswith(("ward_hooks", "_pre_hooks"))
 ]
+_OF_OTHERS = " has changed since the conversion"  # ends the names of facts that are outside of modules
 _TABLES = [name for name in OF_MODULES if name.endswith("_hooks") and "_state_dict" not in name]
 _TABLES += ["_parameters", "_buffers", "_modules"]
 
@@ -38,7 +39,7 @@ def facts_of(module: nn.Module, inherited: Iterable[str] = ()) -> Facts:
 
 
 def _keys(own: Mapping[str, Any], table: str) -> str:
-    return "\n".join(map(str, own[table]))  # no two hooks share an id
+    return "\n".join(map(str, own[table])) if own[table] else ""  # no two hooks share an id
 
 
 def _inherited(kind: type[nn.Module]) -> list[str]:
@@ -64,7 +65,7 @@ def changes_in(modules: Mapping[str, nn.Module], read: Read) -> Callable[[], set
                 found |= {(path, what): get() for what, get in facts_of(each).items()}
         return found
 
-    before = {fact: noted(value) for fact, value in facts().items()}
+    before = {fact: noted(value, may_grow=fact[1] == "a global") for fact, value in facts().items()}
 
     def changes() -> set[tuple[str, str]]:
         now = facts()
@@ -120,7 +121,7 @@ class Guards:
             for name, parameter in each._parameters.items()
             if parameter is not None
         ]
-        self._of_inputs, self._tested, self._global_hooks = dtypes, tested, _global_hooks()
+        self._of_inputs, self._tested, self._global_hooks = dtypes, tested, noted(_global_hooks())
         names: dict[int, list[tuple[str, dict[str, Any], str]]] = {}
         for path, each in exported.items():
             for table in (each._parameters, each._buffers, each._modules):
@@ -132,15 +133,17 @@ class Guards:
         self._with_modes = list(dict.fromkeys([*exported.values(), *inner]))
         self._modes = [each.training for each in self._with_modes]
         self._defaults = torch.get_default_dtype(), torch.get_default_device()
-        self._before = {what: noted(get()) for what, get in self._facts().items()}
-        self._watched: list[tuple[str, Callable[[], Any], Any, bool]] = []
+        facts = self._facts()
+        self._before = {what: noted(get(), what.endswith(_OF_OTHERS)) for what, get in facts.items()}
+        # Of each fact its name, a function that returns it, the value seen, at first ``self``, and whether it can change.
+        self._watched: list[list[Any]] = [[what, get, self, True] for what, get in facts.items()]
 
     def __getstate__(self) -> dict[str, Any]:
         return {**vars(self), "_watched": []}
 
     def _facts(self) -> Facts:
         """Returns what the exported code of the model may read, except values of tensors."""
-        facts = {f"{place} has changed since the conversion": get for place, get in _values_of(self._read, self._exported).items()}
+        facts = {place + _OF_OTHERS: get for place, get in _values_of(self._read, self._exported).items()}
         for path, each in self._exported.items():
             outer, _, name = path.rpartition(".")
             if path:
@@ -148,6 +151,9 @@ class Guards:
                 facts[f"'{path}' of the model was replaced since the conversion"] = child
             who = f"{repr(path) if path else 'the model'} ({type(each).__name__})"
             own = facts_of(each, _inherited(type(each)))
+            own["attributes that it lacked"] = partial(_added, vars(each), {*vars(each)}, self._read.names)
+            for table in (each._parameters, each._buffers):
+                own |= {f"the shape of its '{name}'": partial(_shape_of, table, name) for name in table}
             facts |= {f"{who} has changed since the conversion: {what}": get for what, get in own.items()}
         facts |= self._facts_of_blocks()
         for (first, table, name), *others in self._ties:
@@ -174,21 +180,23 @@ class Guards:
 
     def check_model(self) -> None:
         """Raises RuntimeError if something has changed since the conversion that the exported code of the model reads."""
-        watched = self._watched
-        if not watched:
-            facts = self._facts()
-            watched = [(what, facts.get(what, _Gone), was[0], can_change(was)) for what, was in self._before.items()]
-        for what, get, value, changes in watched:
+        if not self._watched:  # in a copy: another process may not have filled a global yet, such as a dict of classes
+            self._watched = [[what, get, self, True] for what, get in self._facts().items() if what in self._before]
+        for fact in self._watched:
+            what, get, value, changes = fact
             now = get()
-            if (now is value and not changes) or same(self._before[what], now):
+            if now is value and not changes:
                 continue
-            if value is _Gone and what.endswith("'forward'") and _runs(now):  # and calls the pipeline
+            if same(self._before[what], now):
+                if value is self:
+                    fact[2:] = now, can_change(now)
+                continue
+            if same(self._before[what], _Gone) and what.endswith("'forward'") and _runs(now):  # and calls the pipeline
                 continue
             raise RuntimeError(
                 f"{what}, and the exported code of the model ({type(self._model).__name__}) may depend on it; change the model "
                 "first, then convert it and make the pipeline"
             )
-        self._watched = watched  # only now: it lacks what was missing
 
     def check(self, inputs: Sequence[Tensor]) -> None:
         """Raises RuntimeError if a call of the sequence with some tensors would not compute what the model does."""
@@ -203,7 +211,7 @@ class Guards:
 
     def _differing(self, inputs: Sequence[Tensor]) -> Iterator[str]:
         """Yields in what a call differs from the conversion."""
-        if self._global_hooks != _global_hooks():
+        if not same(self._global_hooks, _global_hooks()):
             yield "with other hooks of all modules"
         if (torch.get_default_dtype(), torch.get_default_device()) != self._defaults:
             yield "with another default dtype or device"
@@ -234,6 +242,14 @@ class Guards:
 
 def device_kinds(module: nn.Module) -> list[str]:
     return sorted({"cpu", *(parameter.device.type for parameter in module.parameters())} - {"meta"})
+
+
+def _added(own: Mapping[str, Any], before: Set[str], read: Set[str]) -> str:
+    return "" if len(own) <= len(before) else " ".join(sorted((own.keys() - before) & read))
+
+
+def _shape_of(tensors: Mapping[str, Any], name: str) -> int:
+    return hash(getattr(tensors.get(name), "shape", (-1,)))  # compared faster than the shape
 
 
 def _needs_grad(parameters: Mapping[str, Any], name: str) -> bool:

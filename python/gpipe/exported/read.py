@@ -1,9 +1,12 @@
 """What the code of a model reads, and whether it has changed."""
 
 import dis
+import hashlib
 import inspect
 import sys
-from collections.abc import Callable, Iterator, Mapping, Set
+from collections import deque
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from contextlib import suppress
 from functools import cache, partial
 from types import CodeType, FunctionType, MethodType
 from typing import Any, NamedTuple
@@ -15,7 +18,8 @@ from gpipe.exported.exporter import OF_MODULES
 from gpipe.randomness import GeneratorState, is_generator
 
 _VALUES = bool, int, float, complex, str, bytes, torch.dtype, torch.device, type(None)
-_COLLECTIONS = list, tuple, set, frozenset, dict, partial
+_LISTS = list, tuple, deque, partial
+_COLLECTIONS = *_LISTS, set, frozenset, dict
 
 
 class Read(NamedTuple):
@@ -27,50 +31,54 @@ class Read(NamedTuple):
     def add(self, code: CodeType, space: str) -> None:
         """Adds what a function reads that is defined in the module ``space``."""
         self.globals.update((space, name) for name in _names_of(code))
-        self.names.update(code.co_names)
+        self.names.update(code.co_names, (each for each in code.co_consts if isinstance(each, str)))  # by getattr(), for example
 
-    def places(self, modules: Mapping[str, nn.Module]) -> dict[str, tuple[Mapping[str, Any], str]]:
+    def variables(self) -> list[tuple[Mapping[Any, Any], Any]]:
+        """Returns the globals, and the attributes and elements of objects in globals, that hold only values and tensors, which code
+        may change. Each is a table and a name in it."""
+        return [(table, name) for table, name in self.places({}).values() if name in table and _is_plain(table[name], Tensor)]
+
+    def places(self, modules: Mapping[str, nn.Module]) -> dict[str, tuple[Mapping[Any, Any], Any]]:
         """Returns the values that stand outside of some modules, which are given by path: globals, and attributes of the modules'
         classes and of objects. Returns for each a text that tells where it is, the dict that it is in, and its name there."""
-        found: dict[str, tuple[Mapping[str, Any], str]] = {}
+        found: dict[str, tuple[Mapping[Any, Any], Any]] = {}
         reached: list[tuple[str, Any]] = []
 
-        def note(where: str, table: Mapping[str, Any], names: Set[str]) -> None:
-            for name in sorted(names & table.keys()):
-                reached.append((f"{where}.{name}", table[name]))
-                is_function = isinstance(table[name], FunctionType) and not {"__name__", "__module__"}.isdisjoint(table)
-                if is_function or _is_plain(table[name]):  # others are other objects in a copy of the guards
-                    found[f"{where}.{name}"] = table, name
+        def note(where: str, table: Mapping[Any, Any], names: Iterable[Any], form: str = "{}.{}") -> None:
+            for name in names:
+                if name in table:
+                    reached.append((form.format(where, name), table[name]))
+                    found[reached[-1][0]] = table, name
 
         for space, name in sorted(self.globals):
             if space in sys.modules:
-                note(space, vars(sys.modules[space]), {name})
+                note(space, vars(sys.modules[space]), [name])
         for kind in {each: None for module in modules.values() for each in type(module).__mro__}:
             if kind.__module__.partition(".")[0] not in ("torch", "builtins"):
                 note(kind.__qualname__, vars(kind), self.names)
         for path, module in modules.items():
             names = sorted((self.names & vars(module).keys()) - OF_MODULES)
             reached += [(f"{path or type(module).__name__}.{name}", vars(module)[name]) for name in names]
-        # Names such as dtype are mostly read of tensors. Trainers set attributes of these names in configurations.
-        of_objects = {name for name in self.names if callable(getattr(Tensor, name, len))}
+        # The last two are mostly read of tensors, and trainers set them in configurations.
+        of_objects = {name for name in self.names if not name.startswith("__")} - {"dtype", "device"}
         seen: set[int] = set()
         for place, value in reached:  # which grows
-            if id(value) in seen or isinstance(value, (*_VALUES, Tensor, nn.Module)):
+            if id(value) in seen or type(value) in _VALUES or isinstance(value, (Tensor, nn.Module)):
                 continue
             seen.add(id(value))
-            if isinstance(value, _COLLECTIONS):
-                is_set = isinstance(value, (set, frozenset))  # whose order is another in a copy
-                elements = value.items() if isinstance(value, dict) else () if is_set else enumerate(_elements(value))
-                for number, (key, each) in enumerate(elements):
-                    reached.append((f"{place}[{key if isinstance(key, _VALUES) else number!r}]", each))
-            if type(value) in _COLLECTIONS:
-                continue
+            if isinstance(value, dict):
+                keys = [] if _is_plain(value) else [*filter(_is_plain, dict.keys(value))]
+                note(place, _Live({key: partial(dict.__getitem__, value, key) for key in keys}), keys, "{}[{!r}]")
+            elif isinstance(value, _LISTS):
+                reached += [(f"{place}[{number}]", each) for number, each in enumerate(_elements(value))]
             if isinstance(value, MethodType):
                 reached.append((place, value.__self__))
             elif isinstance(value, FunctionType):
                 cells = dict(zip(value.__code__.co_freevars, value.__closure__ or ()))
-                table = _Live({name: partial(getattr, cell, "cell_contents") for name, cell in cells.items()})
-                note(place, table, cells.keys() - {"__class__"} - _stored(value.__code__))
+                table = {name: partial(getattr, cell, "cell_contents") for name, cell in cells.items()}
+                defaults = "__defaults__", "__kwdefaults__"
+                table |= {name: partial(getattr, value, name) for name in defaults if getattr(value, name)}
+                note(place, _Live(table), table.keys() - {"__class__"} - _stored(value.__code__))
             else:
                 declared = (vars(kind).get("__slots__", ()) for kind in type(value).__mro__)
                 slots = {name for each in declared for name in ([each] if isinstance(each, str) else each)}
@@ -84,6 +92,12 @@ class Read(NamedTuple):
         return found
 
 
+def _is_plain(value: Any, *more: type) -> bool:
+    """Returns whether something is a value, or a collection of values. Some ``more`` classes count as values."""
+    is_value = isinstance(value, (*_VALUES, *more))
+    return is_value or (isinstance(value, _COLLECTIONS) and all(_is_plain(each, *more) for each in _elements(value)))
+
+
 class _Live(Mapping[str, Any]):
     """Values by name, which functions return."""
 
@@ -93,7 +107,7 @@ class _Live(Mapping[str, Any]):
     def __getitem__(self, name: str) -> Any:
         try:
             return self._functions[name]()
-        except (AttributeError, ValueError):  # not assigned yet
+        except (AttributeError, KeyError, ValueError):  # not assigned yet
             raise KeyError(name) from None
 
     def __iter__(self) -> Iterator[str]:
@@ -101,10 +115,6 @@ class _Live(Mapping[str, Any]):
 
     def __len__(self) -> int:
         return len(self._functions)
-
-
-def _is_plain(value: Any) -> bool:
-    return isinstance(value, _VALUES) or (isinstance(value, _COLLECTIONS) and all(map(_is_plain, _elements(value))))
 
 
 @cache
@@ -119,38 +129,95 @@ def _stored(code: CodeType) -> frozenset[str]:
     return frozenset(each.argval for each in dis.get_instructions(code) if each.opname == "STORE_DEREF")
 
 
-def noted(value: Any) -> Any:
-    """Returns a value with what can change in it: elements, versions and states."""
-    if isinstance(value, _COLLECTIONS):
-        return value, [*map(noted, _elements(value))]
-    if isinstance(value, Tensor) and not value.is_inference():
-        return value, None if isinstance(value, nn.Parameter) else value._version  # which an optimizer advances
-    return value, GeneratorState([value]).of_last() if is_generator(value) else None
+def noted(value: Any, may_grow: bool = False) -> tuple[Any, Any]:
+    """Returns what a value is, and the parts that can change in it: elements, a state or bytes. For values without such parts,
+    returns which object it is; with ``may_grow`` also for dicts and sets of objects, which may be registries or caches."""
+    if isinstance(value, _VALUES):
+        return value, None
+    if may_grow and isinstance(value, (dict, set)) and not _is_plain(value):
+        return _Object(value), None
+    if isinstance(value, (*_LISTS, dict)):
+        return _name_of(type(value)), [noted(each, may_grow) for each in _elements(value)]
+    parts = _state_of(value)
+    return (_Object(value), None) if parts is None else (_name_of(type(value)), parts)
+
+
+class _Object:
+    """Tells which object a value is. A copy, which may be in another process, tells what it is like until it has seen one."""
+
+    def __init__(self, value: object, like: str = "") -> None:
+        self._value, self._like, self._version = value, like, _version_of(value)
+
+    def __reduce__(self) -> Any:
+        return _Object, (None, self._like or _described(self._value))
+
+    def is_now(self, value: object) -> bool:
+        if self._like and self._like == _described(value):
+            self._value, self._like, self._version = value, "", _version_of(value)
+        return not self._like and value is self._value and self._version == _version_of(value)
+
+
+def _version_of(value: Any) -> Any:
+    """Returns the version of a tensor that is not a parameter, which an optimizer advances."""
+    is_counted = isinstance(value, Tensor) and not isinstance(value, nn.Parameter) and not value.is_inference()
+    return value._version if is_counted else None
+
+
+def _state_of(value: Any) -> Any:
+    """Returns the elements of a set of values, the number of other elements, the state of a generator, or the bytes of an array,
+    such as of NumPy; ``None`` for anything else."""
+    if isinstance(value, (set, frozenset)):
+        return frozenset(value) if _is_plain(value) else len(value)
+    if is_generator(value):
+        return GeneratorState([value]).of_last()
+    with suppress(Exception):
+        return memoryview(value).tobytes()
+    return None
+
+
+def _described(value: Any) -> str:
+    """Returns what tells in any process which function or class a value is, or what tensor, else of which class: a name, with a
+    hash of the code or the elements."""
+    code = getattr(getattr(value, "fget", getattr(value, "__func__", value)), "__code__", None)
+    is_tensor = _version_of(value) is not None and not value.is_meta
+    inside = f"{value.dtype} {value.tolist()}" if is_tensor else isinstance(code, CodeType) and _text_of(code)
+    named = value if hasattr(value, "__qualname__") else type(value)
+    return f"{_name_of(named)} {hashlib.sha256(str(inside).encode()).hexdigest()}"
+
+
+def _name_of(named: Any) -> str:
+    return f"{getattr(named, '__module__', '')}.{named.__qualname__}"
+
+
+def _text_of(code: CodeType) -> str:
+    """Returns a text that code has in each process."""
+    sets = (sorted(map(repr, each)) if isinstance(each, frozenset) else each for each in code.co_consts)
+    return f"{code.co_code.hex()} {code.co_names} {[_text_of(each) if isinstance(each, CodeType) else each for each in sets]}"
 
 
 def _elements(value: Any) -> list[Any]:
-    """Returns the elements of a collection. Equal sets give them in the same order."""
-    if isinstance(value, (set, frozenset)):
-        return sorted(value, key=lambda each: (repr(each), 0) if isinstance(each, _VALUES) else ("", hash(each)))
     if isinstance(value, partial):
         return [value.func, value.args, value.keywords]
-    return list(value.items() if isinstance(value, dict) else value)
+    return list(dict.items(value) if isinstance(value, dict) else value)  # a kind of dict may make its items when it is asked
 
 
-def same(before: Any, now: Any) -> bool:
+def same(before: tuple[Any, Any], now: Any) -> bool:
     """Returns whether a value is as it was when :func:`noted` returned ``before``."""
-    value, state = before
-    if isinstance(value, _VALUES):
+    value, parts = before
+    if isinstance(value, _Object):
+        return value.is_now(now)
+    if parts is None:
         return type(value) is type(now) and (value == now or (value != value and now != now))
-    if type(value) is not type(now):
+    if _name_of(type(now)) != value:
         return False
-    if isinstance(state, list) and isinstance(now, _COLLECTIONS):
+    if isinstance(parts, list):
         elements = _elements(now)
-        return len(elements) == len(state) and all(map(same, state, elements))
-    return value is now and noted(now)[1] == state
+        return len(elements) == len(parts) and all(map(same, parts, elements))
+    return bool(_state_of(now) == parts)
 
 
-def can_change(before: Any) -> bool:
-    """Returns whether something in a value can change, as :func:`noted` returned it."""
-    value, state = before
-    return any(map(can_change, state)) if isinstance(value, (tuple, frozenset, partial)) else state is not None
+def can_change(value: Any) -> bool:
+    """Returns whether something in a value can change."""
+    if isinstance(value, (tuple, frozenset, partial)):
+        return any(map(can_change, _elements(value)))
+    return noted(value)[1] is not None or _version_of(value) is not None
