@@ -9,7 +9,7 @@ import pickle
 import random
 import textwrap
 import unittest.mock
-from collections import OrderedDict, namedtuple
+from collections import OrderedDict, deque, namedtuple
 from types import SimpleNamespace
 
 import numpy
@@ -22,6 +22,8 @@ from torch.utils.checkpoint import checkpoint
 
 GLOBAL = SimpleNamespace(scale=1.0)
 RATES = [1.0]
+MIXED = {"act": torch.sin, "rate": 1.0}
+DEFAULT = {"n": 1}
 Pair = namedtuple("Pair", "first second")
 
 
@@ -34,6 +36,10 @@ class Triple(torch.autograd.Function):
 
 class Slots:
     __slots__ = ("rate",)
+
+
+class Text(str):
+    """Has attributes."""
 
 
 class Scale:
@@ -180,6 +186,10 @@ HABITS = {
         "self.box['n'] = n = self.box['n'] + 1; return x * (1 + n % 3)", "self.box = {'n': 0}",
         before="self.box = getattr(model.blocks[0], 'box', self.box)",
     ),
+    "tensor in a dict of several blocks": H(
+        "y = self.box['h']; self.box['h'] = x.detach()[:1]; return x + y", "self.box = {'h': torch.zeros(4).double()}",
+        before="self.box = getattr(model.blocks[0], 'box', self.box)",
+    ),
     "generator of several blocks": H(
         "return x * torch.rand(4, generator=self.draw)", "self.draw = torch.Generator()",
         before="self.draw = getattr(model.blocks[0], 'draw', self.draw)",
@@ -187,6 +197,40 @@ HABITS = {
     "number of another block": H(
         "self.calls += 1; return x * (1 + (self.box[0].calls if self.box else 0) % 3)", "self.box, self.calls = [], 0",
         before="if self is not model.blocks[0] and self is not model: self.box.append(model.blocks[0])",
+    ),
+    "another block": H(
+        "self.calls += 1; return x * (2 if self.box else 1)", "self.box, self.calls = [], 0",
+        before="if self is not model.blocks[0] and self is not model: self.box.append(model.blocks[0])",
+    ),
+    "dict that is replaced": H(
+        "self.sizes = {'n': x.shape[1]}; return x * self.sizes['n']", "self.sizes = DEFAULT", after="self.sizes = DEFAULT"
+    ),
+    "global that blocks pass on": H(
+        "if self is GLOBAL.first: GLOBAL.passed = x.detach()\nreturn x + GLOBAL.passed",
+        before="GLOBAL.first, GLOBAL.passed = model.blocks[0], 0.0", guard="global",
+    ),
+    "list of several blocks": H(
+        "self.log.append(float(x.detach().mean())); return x", "self.log = []",
+        before="self.log = getattr(model.blocks[0], 'log', self.log)",
+    ),
+    "attribute of a partial": H(
+        "return x * self.act.rate", "self.act = functools.partial(abs); self.act.rate = 1.0", after="self.act.rate = 2.0"
+    ),
+    "attribute of a text": H(
+        "return x * self.name.rate", "self.name = Text('a'); self.name.rate = 1.0", after="self.name.rate = 2.0"
+    ),
+    "deque": H("return x * self.rates[0]", "self.rates = deque([1.0])", after="self.rates[0] = 2.0"),
+    "name of a configuration": H(
+        "return x * len(self.config.name)", "self.config = SimpleNamespace(name='a')", after="self.config.name = 'two'"
+    ),
+    "attribute that comes": H("return x * getattr(self, 'rate', 1.0)", after="self.rate = 2.0"),
+    "element of a mixed dict": H(
+        "return MIXED['act'](x) * MIXED['rate']", before="MIXED['rate'] = 1.0", after="MIXED['rate'] = 2.0", guard="MIXED"
+    ),
+    "array": H("return x * torch.from_numpy(self.table)", "self.table = numpy.ones(4)", after="self.table *= 2"),
+    "another object of a global": H(
+        "return x * GLOBAL.own.scale", before="GLOBAL.own = SimpleNamespace(scale=1.0)",
+        after="GLOBAL.own = SimpleNamespace(scale=3.0)", guard="global",
     ),
     "number in a list of objects": H(
         "return x * self.all[0].scale", "self.all = [Scale(), Scale()]", after="self.all[0].scale = 3.0"
@@ -336,6 +380,9 @@ with torch.enable_grad():
     ),
     "parameter that goes": H(
         "return x * getattr(self, 'less', 1)", "self.less = nn.Parameter(torch.ones(4))", after="del self.less"
+    ),
+    "buffer that comes": H(
+        "return x if self.rows is None else x + self.rows", "self.register_buffer('rows', None)", after="self.rows = torch.ones(4)"
     ),
     "part of a buffer": H("return x + self.rows[: x.shape[1]]", "self.rows = nn.Buffer(torch.randn(8, 4))", **LONGER),
     "assign=True": H(whole="called.load_state_dict({k: v * 0.5 for k, v in called.state_dict().items()}, assign=True)"),

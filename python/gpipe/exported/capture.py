@@ -1,7 +1,9 @@
 """Captures a model as a graph, by torch.export. Refuses what would be lost without an error."""
 
 import itertools
-from collections.abc import Container, Iterable, Iterator, Mapping
+from collections.abc import Container, Iterable, Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import ExitStack
 from typing import Any
 
 import torch
@@ -11,10 +13,13 @@ from torch.export.graph_signature import InputKind
 from torch.utils._pytree import tree_leaves, tree_map_only
 
 from gpipe.exported.blocks import Calls, kept_whole
-from gpipe.exported.exporter import OF_MODULES, NotExported, exported, mode
+from gpipe.exported.exporter import NotExported, exported, mode, unchanged
 from gpipe.exported.graph import Graph, Reader, Value
 from gpipe.exported.guards import facts_of
-from gpipe.randomness import is_generator
+from gpipe.exported.read import Read
+from gpipe.exported.twins import difference
+from gpipe.randomness import random_scope
+from gpipe.wrapper import ConvertedSequence
 
 
 def capture(
@@ -34,7 +39,8 @@ def capture(
     uses. The sizes of the first graph have what all modes require. Raises ValueError if it cannot be converted."""
     programs = []
     for training in modes:
-        with mode(module, training), kept_whole(blocks, calls, any_shape=any_shape, runs=runs):
+        kept = unchanged((), variables=calls.read_by(module.modules()).variables())  # blocks may assign globals, on fake tensors
+        with mode(module, training), kept, kept_whole(blocks, calls, any_shape=any_shape, runs=runs):
             programs.append(exported(module, *arguments, any_shape=any_shape))
     own = dict(itertools.chain(module.named_parameters(remove_duplicate=False), module.named_buffers(remove_duplicate=False)))
     tensors: dict[str, Tensor] = dict(own)
@@ -122,35 +128,47 @@ def refuse_modules(exported: Mapping[str, nn.Module], effects: Iterable[tuple[st
             raise NotExported(f"cannot convert the model: {what}; {advice}", path)
 
 
-def refuse_shared_state(module: nn.Module, blocks: Mapping[str, nn.Module], effects: Iterable[tuple[str, str]]) -> None:
-    """Raises ValueError if forwards change an object, as ``effects`` tell, that two blocks of a model have: stages call blocks at
-    the same time."""
-    changed: dict[int, str] = {}
-    for path, what in sorted(effects):
-        owner = module.get_submodule(path)
-        changed |= {id(owner): what, id(facts_of(owner).get(what, object)()): what}
-    users: dict[int, str] = {}
-    for path, block in blocks.items():
-        for each in _held(block):
-            if id(each) in changed and users.setdefault(id(each), path) != path:
+def refuse_shared_state(sequence: ConvertedSequence, input: Any, read: Read, effects: Sequence[tuple[str, str]]) -> None:
+    """Raises ValueError if layers do something else when each runs for two inputs before the next layer does, as in a pipeline:
+    then blocks share what a forward changes. ``effects`` tell what that is, and ``read`` what code reads outside of modules."""
+    module, variables = sequence.module, read.variables() if effects else []
+
+    def call(index: int, number: int, value: Any) -> Any:
+        with random_scope(0, index, number):
+            return sequence[index](value)
+
+    def behaviour(by_layer: bool) -> dict[str, Any] | Exception:
+        values: list[Any] = [input, tree_map_only(Tensor, lambda each: each[:1].expand_as(each), input)]
+        found: dict[str, Any] = {}
+        with unchanged(module.modules(), variables=variables), ExitStack() as stack:
+            sequence.follow_model()
+            threads = [stack.enter_context(ThreadPoolExecutor(1)) for _ in values]  # each has its own skips
+            values = [sequence.entering(tree_map_only(Tensor, Tensor.clone, each)) for each in values]
+            order = itertools.product(range(len(sequence)), range(2))
+            for index, number in order if by_layer else sorted(order, key=lambda pair: pair[1]):
+                try:
+                    values[number] = threads[number].submit(call, index, number, values[number]).result()
+                except Exception as error:
+                    return error
+                found[f"output of '{sequence[index].name}' in call {number}"] = copies(values[number])
+            own = [facts_of(module.get_submodule(at)).get(what, str)() for at, what in effects if what != "a global"]
+            found["what forwards change"] = copies([own, [table.get(name) for table, name in variables]])
+        return {f"{what}, {number}": each for what, leaves in found.items() for number, each in enumerate(leaves)}
+
+    def copies(value: Any) -> list[Any]:
+        return [each.detach().clone() if isinstance(each, Tensor) else str(each) for each in tree_leaves(value)]
+
+    for training in (False, True) if effects else ():
+        with mode(module, training):
+            apart, together = (behaviour(by_layer) for by_layer in (False, True))
+            reason = difference(together, apart)
+            if reason and (any(what == "a global" for _, what in effects) or not difference(behaviour(False), apart)):
+                shared = "; ".join(f"{path or 'the model'}: {what}" for path, what in effects[:3])
                 raise ValueError(
-                    f"cannot convert the model: blocks '{users[id(each)]}' and '{path}' share what a forward changes, "
-                    f"{changed[id(each)]}, but a pipeline runs them at the same time; return values from one block and pass them to "
+                    f"cannot convert the model: blocks share what a forward changes ({shared}), but a pipeline runs them at the "
+                    f"same time, with another result ({reason.partition(',')[0]}); return values from one block and pass them to "
                     "the other, or if it is a cache, call the model once before"
                 )
-
-
-def _held(block: nn.Module) -> Iterator[Any]:
-    """Yields the modules of a block, and the objects in their attributes, lists, tuples, sets and dicts that can change."""
-    found: list[Any] = [*block.modules()]
-    found += [value for each in found for name, value in vars(each).items() if name not in OF_MODULES]
-    seen: set[int] = set()
-    for value in found:  # which grows
-        if id(value) not in seen:
-            seen.add(id(value))
-            found += value.values() if isinstance(value, dict) else value if isinstance(value, (list, tuple, set)) else ()
-            if isinstance(value, (dict, list, set, nn.Module)) or is_generator(value):
-                yield value
 
 
 def check_outputs(graph: Graph, batch_dim: int) -> None:

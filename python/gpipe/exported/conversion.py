@@ -154,7 +154,8 @@ def _converted(
                     text = str(error).partition("; to keep each")[0]
                     raise NotExported(f"{text}{_UNFIT}", at) from error
                 raise
-    refuse_shared_state(module, blocks, effects)
+    shared = () if on_meta else sorted(effects)  # modules on meta return random numbers, which tell nothing
+    refuse_shared_state(sequence, input_of(*few), calls.read_by(module.modules()), shared)
     tested = twins.tested()
     dtypes = [leaf.dtype for leaf in tree_leaves(input_of(*few)) if isinstance(leaf, Tensor)]
     sequence.__dict__["refused"] = refused
@@ -174,7 +175,10 @@ def _few_samples(module: nn.Module, examples: Any, batch_dim: int, on_meta: bool
         try:
             calls, effects, output = _plain_runs(module, few)
             calls.without_values = on_meta
-            if prove_batch(module, few, output, calls, batch_dim):
+            changes = changes_in({}, calls.read_by(module.modules()))
+            fits = prove_batch(module, few, output, calls, batch_dim)
+            effects |= changes()
+            if fits:
                 break
         except ValueError:
             if samples is None:

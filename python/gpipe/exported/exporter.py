@@ -60,9 +60,12 @@ def _hold(value: Any, held: list[tuple[Any, Any]]) -> None:
 
 
 @contextmanager
-def unchanged(modules: Iterable[nn.Module], seed: int | None = None, *, values: bool = False) -> Iterator[None]:
-    """Restores attributes and tensors of modules, buffers' values and random numbers after a block, which runs from a seed if one
-    is given. With ``values``, restores parameters' values too. A forward may set attributes, an export to fake tensors."""
+def unchanged(
+    modules: Iterable[nn.Module], seed: int | None = None, *, values: bool = False, variables: Iterable[tuple[Any, str]] = ()
+) -> Iterator[None]:
+    """Restores attributes and tensors of modules, buffers' values, ``variables``, which are tables and names in them, and random
+    numbers after a block, which runs from a seed if one is given. With ``values``, restores parameters' values too. A forward may
+    set attributes and globals, an export to fake tensors."""
     modules = list(modules)
     tensors = {each: None for module in modules for each in (*module.parameters(False), *module.buffers(False))}
     kept = (each for each in tensors if not is_lazy(each) and (values or not isinstance(each, nn.Parameter)))
@@ -72,7 +75,8 @@ def unchanged(modules: Iterable[nn.Module], seed: int | None = None, *, values: 
     held: list[tuple[Any, Any]] = [(vars(each), dict(vars(each))) for each in plain if not isinstance(each, LazyModuleMixin)]
     attributes = [each for _, own in held for name, each in own.items() if name not in OF_MODULES and type(each) not in _PLAIN]
     held += [(table, dict(table)) for each in plain for table in (each._parameters, each._buffers)]
-    for value in attributes:
+    named = [(table, name, table[name]) for table, name in variables]
+    for value in (*attributes, *(value for _, _, value in named)):
         _hold(value, held)
     generators = GeneratorState(filter(is_generator, attributes))
     with torch.random.fork_rng(devices):
@@ -82,6 +86,9 @@ def unchanged(modules: Iterable[nn.Module], seed: int | None = None, *, values: 
         try:
             yield
         finally:
+            for table, name, value in named:
+                if isinstance(table, dict) and table.get(name) is not value:
+                    table[name] = value
             for value, copy in (*held, *saved):
                 if isinstance(value, dict):
                     value.clear()

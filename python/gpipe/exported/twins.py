@@ -66,7 +66,7 @@ class Twins:
             options = calls, probes if gradients else None, self._read if calls > 1 else None
             plain = lambda args, kwargs: self._module(*args, **kwargs)
             ours = _behaviour(modules, arguments, plain, *options)
-            return _difference(ours, _behaviour(modules, arguments, plain if with_itself else self._call, *options), **tolerance)
+            return difference(ours, _behaviour(modules, arguments, plain if with_itself else self._call, *options), **tolerance)
 
     def agree(self, arguments: Any) -> bool:
         """Returns whether both do the same, or raise, in the modes that count."""
@@ -246,7 +246,7 @@ def _needs_grad(value: object) -> bool:
     return isinstance(value, Tensor) and value.requires_grad and value.is_floating_point()
 
 
-def _difference(ours: Any, theirs: Any, part: float = 0, **tolerance: Any) -> str:
+def difference(ours: Any, theirs: Any, part: float = 0, **tolerance: Any) -> str:
     """Returns the first difference of two behaviours; an empty text if there is none. Both may raise. Tensors may differ by a
     ``part`` of the largest element."""
     if isinstance(ours, Exception):
