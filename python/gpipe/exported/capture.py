@@ -12,6 +12,7 @@ from torch.export import ExportedProgram
 from torch.export.graph_signature import InputKind
 from torch.utils._pytree import tree_leaves, tree_map_only
 
+from gpipe.checks import shown
 from gpipe.exported.blocks import Calls, kept_whole
 from gpipe.exported.exporter import NotExported, exported, mode, unchanged
 from gpipe.exported.graph import Graph, Reader, Value
@@ -85,8 +86,8 @@ def examples_of(arguments: Any, batch_dim: int) -> Any:
     constant, and the same tensor in two places as one input. ``batch_dim`` was the batch, which is dimension 0 here."""
 
     def copied(tensor: Tensor) -> Tensor:
-        if tensor.dim() == 0:
-            raise ValueError("an input has no dimensions, but dimension 0 of each input must be the batch")
+        if tensor.dim() == 0 or len(tensor) == 0:
+            raise ValueError(f"an input is {shown(tensor)}, but dimension 0 of each input must be the batch, of one sample or more")
         copy = tensor.detach().repeat_interleave(2 if tensor.shape[0] == 1 else 1, 0)
         return copy.requires_grad_(tensor.requires_grad)
 
@@ -180,11 +181,12 @@ def check_outputs(graph: Graph, batch_dim: int) -> None:
             continue
         where = f"cannot convert the model: output {number} of {len(graph.outputs)}"
         if not isinstance(output, Value) or not isinstance(output.example, Tensor):
-            raise ValueError(f"{where} is not a tensor; leave it out")
+            what = "a number that it computes" if isinstance(output, Value) else shown(output)
+            raise ValueError(f"{where} is {what}, but must be a tensor; leave it out")
         shape = output.shape
         if not shape or shape[0] not in samples:
             own = (*shape[: batch_dim + 1][::-1], *shape[batch_dim + 1 :])
             loss = "or leave it out: call the model without labels, and give step() the loss"
-            advice = "not flattened, or leave it out" if shape else loss
+            advice = "not flattened nor selected, or leave it out" if shape else loss
             what = f"{where} has the shape {own}, without the batch as dimension {batch_dim}"
             raise ValueError(f"{what}; return it per sample, {advice}")

@@ -12,6 +12,7 @@ from unittest.mock import patch
 from torch import Tensor, enable_grad, inference_mode, nn
 from torch.utils._pytree import tree_flatten, tree_leaves, tree_map, tree_map_only, tree_unflatten
 
+from gpipe.checks import check_is, shown
 from gpipe.exported.blocks import Calls
 from gpipe.exported.capture import capture, examples_of, refuse_modules, refuse_shared_state
 from gpipe.exported.exporter import NotExported, first_line, is_inside, mode, unchanged, whole_modules
@@ -67,11 +68,11 @@ def to_sequential(
     """
     if isinstance(module, ConvertedSequence):
         return module
-    if not isinstance(module, nn.Module):
-        raise TypeError(f"module must be nn.Module, but is {type(module)}")
+    check_is(module, "module", nn.Module, "nn.Module", "nn.Sequential(*layers) makes one of layers")
     arguments = example_args, example_kwargs
     if not any(isinstance(leaf, Tensor) for leaf in tree_leaves(arguments)):
-        raise ValueError("give an example input, with tensors: to_sequential(module, input) or from_module(module, input)")
+        given = f"to_sequential(module, input) or from_module(module, input), but not {shown(arguments)}"
+        raise ValueError(f"give an example input, with tensors: {given}")
     if batch_dim not in (0, 1) or isinstance(batch_dim, bool):
         raise ValueError(f"batch_dim must be 0 or 1, but is {batch_dim!r}")
     whole = whole_modules(module, opaque)
@@ -233,9 +234,10 @@ def _plain_runs(module: nn.Module, arguments: Any) -> tuple[Calls, set[tuple[str
                 output = result if not training else output
                 effects |= changes()
     except Exception as error:
-        text = f"cannot convert the model ({type(module).__name__}), because it fails on this input: {first_line(error)}"
-        if any(isinstance(arg, Mapping) for arg in arguments[0]) and not arguments[1]:
-            text += "; give arguments by name as kwargs={...}, to to_sequential as **{...}"
+        given = ", ".join(f"{leaf.dtype} {tuple(leaf.shape)}" for leaf in tree_leaves(arguments) if isinstance(leaf, Tensor))
+        text = f"cannot convert the model ({type(module).__name__}), because it fails on this input ({given}): {first_line(error)}"
+        if "argument" in text or (any(isinstance(arg, Mapping) for arg in arguments[0]) and not arguments[1]):
+            text += "; give arguments by name as kwargs={...} and several as a tuple, to to_sequential as **{...} and one by one"
         raise ValueError(text) from error
     return calls, effects, output
 

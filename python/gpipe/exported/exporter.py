@@ -203,16 +203,20 @@ def _explained(module: nn.Module, error: Exception) -> NotExported:
         kept = ((name, getattr(value, "shape", value)) for each in module.modules() for name, value in vars(each).items())
         if names := [name for name, shape in kept if isinstance(shape, torch.Size) and shape[:1] == (int(found[1]),)]:
             reason += f"; its attribute '{names[0]}' may be of an earlier call: convert the model before its first call"
+    line = innermost_line("".join(traceback.format_tb(error.__traceback__)))
+    apart = "move that to a submodule that the model calls once, which is kept whole"
     if "data-dependent" in reason:
-        line = innermost_line("".join(traceback.format_tb(error.__traceback__)))
-        reason = f"its control flow depends on data ({line})"
+        reason = f"its control flow or a number depends on data ({line}); {apart}"
+    if ".numpy()" in reason:
+        reason = f"it calls numpy() of a tensor ({line}); use functions of torch, or {apart}"
     if "fake tensor in the exported program constant" in reason:
         reason = "it uses a tensor that an export cannot record, such as the .data of another; use detach() instead"
     if found := re.search(r"Found <class '([^']+)'> in output", str(error)):
-        reason = f"it returns a {found[1]}; return tensors: with a cache of transformers, pass use_cache=False"
+        reason = f"it returns a {found[1]}; return tensors, alone or in tuples, lists and dicts"
+        reason += "; with a cache of transformers, pass use_cache=False" if "ache" in found[1] else ""
     is_causal = any(frame.f_code.co_name == "_detect_is_causal_mask" for frame in frames)
     if is_causal:
-        reason = "it looks at the values of its mask; pass is_causal=True or False when calling it (Transformer: src_is_causal=, ...)"
+        reason = "it looks at the values of its mask; pass is_causal=True or False when calling it (src_is_causal= of Transformer)"
     if inner is None or inner is module:
         return NotExported(f"cannot convert the model ({type(module).__name__}): {reason}")
     path = paths[id(inner)]

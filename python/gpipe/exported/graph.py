@@ -147,7 +147,7 @@ class Reader:
         ]
         self.graph.operations = self._used()
         if not self.graph.operations:
-            raise ValueError("cannot convert the model: it computes nothing")
+            raise ValueError("cannot convert the model: it computes nothing; return tensors that depend on the input")
 
     def _used(self) -> list[Operation]:
         """Returns the operations without those that compute numbers for checks only, which are not read."""

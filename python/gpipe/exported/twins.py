@@ -94,8 +94,9 @@ class Twins:
                 elif self._blocks and training in self._modes and not self._calls.without_values:
                     reason = self._influence()
                 if reason:
-                    name = type(module).__name__
-                    raise ValueError(f"cannot convert the model ({name}): its layers would not do what it does: {reason}")
+                    advice = next((advice for part, advice in _ADVICE.items() if part in reason), "")
+                    text = f"its layers would not do what it does: {reason}{advice}"
+                    raise ValueError(f"cannot convert the model ({type(module).__name__}): {text}")
 
     def _influence(self) -> str:
         """Returns how blocks behave otherwise in the sequence; an empty text if the model does not repeat itself either. Code
@@ -166,6 +167,11 @@ class Twins:
             self._module(*args, **kwargs)
 
 
+_ADVICE = {
+    "no module has registered": "; make it a parameter of a module, put it into nn.ParameterList, or its module into nn.ModuleList",
+    "of a second call": "; if it draws from random or NumPy, or keeps something for a next call, move that to a submodule that is "
+    "called once, and so kept whole",
+}
 _MIXED = "with modules in different modes"
 _FLOATS = {torch.float16, torch.bfloat16, torch.float32, torch.float64, torch.uint8}  # that inputs of floats may become
 _INTEGERS = {torch.uint8, torch.int32, torch.int64}
