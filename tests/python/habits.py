@@ -223,7 +223,7 @@ HABITS = {
     "name of a configuration": H(
         "return x * len(self.config.name)", "self.config = SimpleNamespace(name='a')", after="self.config.name = 'two'"
     ),
-    "attribute that comes": H("return x * getattr(self, 'rate', 1.0)", after="self.rate = 2.0"),
+    "attribute that comes": H("return x * (self.rate if hasattr(self, 'rate') else 1)", after="self.rate = 2.0"),
     "element of a mixed dict": H(
         "return MIXED['act'](x) * MIXED['rate']", before="MIXED['rate'] = 1.0", after="MIXED['rate'] = 2.0", guard="MIXED"
     ),

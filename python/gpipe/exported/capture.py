@@ -153,7 +153,7 @@ def refuse_shared_state(sequence: ConvertedSequence, input: Any, read: Read, eff
                     return error
                 found[f"output of '{sequence[index].name}' in call {number}"] = copies(values[number])
             own = [facts_of(module.get_submodule(at)).get(what, str)() for at, what in effects if what != "a global"]
-            found["what forwards change"] = copies([own, [table.get(name) for table, name in variables]])
+            found["what forwards change"] = copies([own, [get() for get in variables]])
         return {f"{what}, {number}": each for what, leaves in found.items() for number, each in enumerate(leaves)}
 
     def copies(value: Any) -> list[Any]:

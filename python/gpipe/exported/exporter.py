@@ -61,9 +61,9 @@ def _hold(value: Any, held: list[tuple[Any, Any]]) -> None:
 
 @contextmanager
 def unchanged(
-    modules: Iterable[nn.Module], seed: int | None = None, *, values: bool = False, variables: Iterable[tuple[Any, str]] = ()
+    modules: Iterable[nn.Module], seed: int | None = None, *, values: bool = False, variables: Iterable[functools.partial[Any]] = ()
 ) -> Iterator[None]:
-    """Restores attributes and tensors of modules, buffers' values, ``variables``, which are tables and names in them, and random
+    """Restores attributes and tensors of modules, buffers' values, ``variables``, as functions that return them, and random
     numbers after a block, which runs from a seed if one is given. With ``values``, restores parameters' values too. A forward may
     set attributes and globals, an export to fake tensors."""
     modules = list(modules)
@@ -75,8 +75,8 @@ def unchanged(
     held: list[tuple[Any, Any]] = [(vars(each), dict(vars(each))) for each in plain if not isinstance(each, LazyModuleMixin)]
     attributes = [each for _, own in held for name, each in own.items() if name not in OF_MODULES and type(each) not in _PLAIN]
     held += [(table, dict(table)) for each in plain for table in (each._parameters, each._buffers)]
-    named = [(table, name, table[name]) for table, name in variables]
-    for value in (*attributes, *(value for _, _, value in named)):
+    before = [(get, get()) for get in variables]
+    for value in (*attributes, *(value for _, value in before)):
         _hold(value, held)
     generators = GeneratorState(filter(is_generator, attributes))
     with torch.random.fork_rng(devices):
@@ -86,9 +86,10 @@ def unchanged(
         try:
             yield
         finally:
-            for table, name, value in named:
-                if isinstance(table, dict) and table.get(name) is not value:
-                    table[name] = value
+            for get, value in before:
+                table = getattr(get.func, "__self__", None)
+                if isinstance(table, dict) and get() is not value:
+                    table[get.args[0]] = value
             for value, copy in (*held, *saved):
                 if isinstance(value, dict):
                     value.clear()

@@ -11,7 +11,7 @@ from torch import Tensor, nn
 
 from gpipe.exported.blocks import autocast_dtype
 from gpipe.exported.exporter import OF_MODULES
-from gpipe.exported.read import Read, can_change, noted, same
+from gpipe.exported.read import Gone, Read, can_change, noted, same
 
 _GLOBAL_HOOKS: list[dict[int, Any]] = [
     hooks
@@ -23,10 +23,6 @@ _TABLES = [name for name in OF_MODULES if name.endswith("_hooks") and "_state_di
 _TABLES += ["_parameters", "_buffers", "_modules"]
 
 
-class _Gone:
-    """Stands for a value that is not there."""
-
-
 Facts = dict[str, Callable[[], Any]]  # the name of a fact in messages, and a function that returns it
 
 
@@ -34,7 +30,7 @@ def facts_of(module: nn.Module, inherited: Iterable[str] = ()) -> Facts:
     """Returns what the code of a module may read from it: its class, attributes, hooks, and names of tensors and modules."""
     own = vars(module)
     facts: Facts = {"its class": partial(type, module)}
-    facts |= {f"its attribute '{name}'": partial(own.get, name, _Gone) for name in (*own, *inherited) if name not in OF_MODULES}
+    facts |= {f"its attribute '{name}'": partial(own.get, name, Gone) for name in (*own, *inherited) if name not in OF_MODULES}
     return facts | {f"its {name.strip('_').replace('_', ' ')}": partial(_keys, own, name) for name in _TABLES}
 
 
@@ -48,16 +44,12 @@ def _inherited(kind: type[nn.Module]) -> list[str]:
     return [name for name in {*names, "forward"} if not name.startswith("__")]
 
 
-def _values_of(read: Read, modules: Mapping[str, nn.Module]) -> Facts:
-    return {f"'{where}'": partial(table.get, name, _Gone) for where, (table, name) in read.places(modules).items()}
-
-
 def changes_in(modules: Mapping[str, nn.Module], read: Read) -> Callable[[], set[tuple[str, str]]]:
     """Returns a function that tells what has changed in modules, except values of tensors, and in what is read: tuples of a path,
     or where it is read, and a fact."""
 
     def facts() -> dict[tuple[str, str], Any]:
-        found = {(where, "a global"): get() for where, get in _values_of(read, {}).items()}
+        found = {(f"'{where}'", "a global"): get() for where, get in read.places({}).items()}
         for path, each in modules.items():
             if not isinstance(each, torch.jit.ScriptModule):
                 shapes = [buffer.shape for buffer in each.buffers(recurse=False)]
@@ -69,7 +61,7 @@ def changes_in(modules: Mapping[str, nn.Module], read: Read) -> Callable[[], set
 
     def changes() -> set[tuple[str, str]]:
         now = facts()
-        return {fact for fact in before | now if not same(before.get(fact, (_Gone, None)), now.get(fact, _Gone))}
+        return {fact for fact in before | now if not same(before.get(fact, (Gone, None)), now.get(fact, Gone))}
 
     return changes
 
@@ -143,7 +135,7 @@ class Guards:
 
     def _facts(self) -> Facts:
         """Returns what the exported code of the model may read, except values of tensors."""
-        facts = {place + _OF_OTHERS: get for place, get in _values_of(self._read, self._exported).items()}
+        facts: Facts = {f"'{place}'{_OF_OTHERS}": get for place, get in self._read.places(self._exported).items()}
         for path, each in self._exported.items():
             outer, _, name = path.rpartition(".")
             if path:
@@ -172,7 +164,7 @@ class Guards:
                 own = vars(each)
                 for name in self._read.names & {*own, *_inherited(type(each))} - OF_MODULES - {"forward"}:
                     if (path, what := f"its attribute '{name}'") not in self._effects:
-                        facts[f"{has_changed} {what}"] = partial(own.get, name, _Gone)
+                        facts[f"{has_changed} {what}"] = partial(own.get, name, Gone)
             if "requires_grad" in self._read.names:
                 for name in each._parameters:
                     facts[f"{has_changed} requires_grad of its '{name}'"] = partial(_needs_grad, each._parameters, name)
@@ -191,7 +183,7 @@ class Guards:
                 if value is self:
                     fact[2:] = now, can_change(now)
                 continue
-            if same(self._before[what], _Gone) and what.endswith("'forward'") and _runs(now):  # and calls the pipeline
+            if same(self._before[what], Gone) and what.endswith("'forward'") and _runs(now):  # and calls the pipeline
                 continue
             raise RuntimeError(
                 f"{what}, and the exported code of the model ({type(self._model).__name__}) may depend on it; change the model "

@@ -5,10 +5,10 @@ import hashlib
 import inspect
 import sys
 from collections import deque
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Mapping
 from contextlib import suppress
 from functools import cache, partial
-from types import CodeType, FunctionType, MethodType
+from types import CellType, CodeType, FunctionType, MethodType
 from typing import Any, NamedTuple
 
 import torch
@@ -22,6 +22,13 @@ _LISTS = list, tuple, deque, partial
 _COLLECTIONS = *_LISTS, set, frozenset, dict
 
 
+Place = partial[Any]  # returns a value of now
+
+
+class Gone:
+    """Stands for a value that is not there."""
+
+
 class Read(NamedTuple):
     """What code reads by name: globals, each with the name of its file's module, and attributes."""
 
@@ -31,31 +38,31 @@ class Read(NamedTuple):
     def add(self, code: CodeType, space: str) -> None:
         """Adds what a function reads that is defined in the module ``space``."""
         self.globals.update((space, name) for name in _names_of(code))
-        self.names.update(code.co_names, (each for each in code.co_consts if isinstance(each, str)))  # by getattr(), for example
+        self.names.update(code.co_names)
 
-    def variables(self) -> list[tuple[Mapping[Any, Any], Any]]:
+    def variables(self) -> list[Place]:
         """Returns the globals, and the attributes and elements of objects in globals, that hold only values and tensors, which code
-        may change. Each is a table and a name in it."""
-        return [(table, name) for table, name in self.places({}).values() if name in table and _is_plain(table[name], Tensor)]
+        may change."""
+        return [get for get in self.places({}).values() if _is_plain(get(), Tensor)]
 
-    def places(self, modules: Mapping[str, nn.Module]) -> dict[str, tuple[Mapping[Any, Any], Any]]:
+    def places(self, modules: Mapping[str, nn.Module]) -> dict[str, Place]:
         """Returns the values that stand outside of some modules, which are given by path: globals, and attributes of the modules'
-        classes and of objects. Returns for each a text that tells where it is, the dict that it is in, and its name there."""
-        found: dict[str, tuple[Mapping[Any, Any], Any]] = {}
+        classes and of objects. Returns for each a text that tells where it is, and a function that returns it, or ``Gone``."""
+        found: dict[str, Place] = {}
         reached: list[tuple[str, Any]] = []
 
-        def note(where: str, table: Mapping[Any, Any], names: Iterable[Any], form: str = "{}.{}") -> None:
-            for name in names:
-                if name in table:
-                    reached.append((form.format(where, name), table[name]))
-                    found[reached[-1][0]] = table, name
+        def note(where: str, get: Place) -> None:
+            if (value := get()) is not Gone:
+                reached.append((where, value))
+                found[where] = get
 
         for space, name in sorted(self.globals):
             if space in sys.modules:
-                note(space, vars(sys.modules[space]), [name])
+                note(f"{space}.{name}", partial(vars(sys.modules[space]).get, name, Gone))
         for kind in {each: None for module in modules.values() for each in type(module).__mro__}:
             if kind.__module__.partition(".")[0] not in ("torch", "builtins"):
-                note(kind.__qualname__, vars(kind), self.names)
+                for name in sorted(self.names & vars(kind).keys()):  # so that a place has the same name in each process
+                    note(f"{kind.__qualname__}.{name}", partial(vars(kind).get, name, Gone))
         for path, module in modules.items():
             names = sorted((self.names & vars(module).keys()) - OF_MODULES)
             reached += [(f"{path or type(module).__name__}.{name}", vars(module)[name]) for name in names]
@@ -67,28 +74,31 @@ class Read(NamedTuple):
                 continue
             seen.add(id(value))
             if isinstance(value, dict):
-                keys = [] if _is_plain(value) else [*filter(_is_plain, dict.keys(value))]
-                note(place, _Live({key: partial(dict.__getitem__, value, key) for key in keys}), keys, "{}[{!r}]")
+                for key in [] if _is_plain(value) else [*filter(_is_plain, dict.keys(value))]:
+                    note(f"{place}[{key!r}]", partial(dict.get.__get__(value), key, Gone))
             elif isinstance(value, _LISTS):
                 reached += [(f"{place}[{number}]", each) for number, each in enumerate(_elements(value))]
             if isinstance(value, MethodType):
                 reached.append((place, value.__self__))
             elif isinstance(value, FunctionType):
-                cells = dict(zip(value.__code__.co_freevars, value.__closure__ or ()))
-                table = {name: partial(getattr, cell, "cell_contents") for name, cell in cells.items()}
-                defaults = "__defaults__", "__kwdefaults__"
-                table |= {name: partial(getattr, value, name) for name in defaults if getattr(value, name)}
-                note(place, _Live(table), table.keys() - {"__class__"} - _stored(value.__code__))
+                for name, cell in zip(value.__code__.co_freevars, value.__closure__ or ()):
+                    if name != "__class__" and name not in _stored(value.__code__):
+                        note(f"{place}.{name}", partial(_content, cell))
+                for name in ("__defaults__", "__kwdefaults__"):
+                    if getattr(value, name):
+                        note(f"{place}.{name}", partial(getattr, value, name, Gone))
             else:
                 declared = (vars(kind).get("__slots__", ()) for kind in type(value).__mro__)
                 slots = {name for each in declared for name in ([each] if isinstance(each, str) else each)}
-                note(place, _Live({name: partial(getattr, value, name) for name in slots & of_objects}), of_objects)
+                for name in sorted(slots & of_objects):
+                    note(f"{place}.{name}", partial(getattr, value, name, Gone))
                 has_dict = hasattr(value, "__dict__")
                 own = vars(value) if has_dict else {}
-                note(place, own, of_objects)
+                for name in sorted(of_objects & own.keys()):
+                    note(f"{place}.{name}", partial(own.get, name, Gone))
                 hidden = sorted((of_objects & {*dir(type(value))}) - own.keys() - slots if has_dict else ())
                 of_class = (name for name in hidden if not callable(inspect.getattr_static(type(value), name, None)))
-                found |= {f"{place}.{name}": (own, name) for name in of_class}  # which the object may hide
+                found |= {f"{place}.{name}": partial(own.get, name, Gone) for name in of_class}  # which the object may hide
         return found
 
 
@@ -98,23 +108,10 @@ def _is_plain(value: Any, *more: type) -> bool:
     return is_value or (isinstance(value, _COLLECTIONS) and all(_is_plain(each, *more) for each in _elements(value)))
 
 
-class _Live(Mapping[str, Any]):
-    """Values by name, which functions return."""
-
-    def __init__(self, functions: Mapping[str, Callable[[], Any]]) -> None:
-        self._functions = functions
-
-    def __getitem__(self, name: str) -> Any:
-        try:
-            return self._functions[name]()
-        except (AttributeError, KeyError, ValueError):  # not assigned yet
-            raise KeyError(name) from None
-
-    def __iter__(self) -> Iterator[str]:
-        return iter(self._functions)
-
-    def __len__(self) -> int:
-        return len(self._functions)
+def _content(cell: CellType) -> Any:
+    with suppress(ValueError):  # not assigned yet
+        return cell.cell_contents
+    return Gone
 
 
 @cache
