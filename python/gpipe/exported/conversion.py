@@ -71,7 +71,7 @@ def to_sequential(
     check_is(module, "module", nn.Module, "nn.Module", "nn.Sequential(*layers) makes one of layers")
     arguments = example_args, example_kwargs
     if not any(isinstance(leaf, Tensor) for leaf in tree_leaves(arguments)):
-        given = f"to_sequential(module, input) or from_module(module, input), but not {shown(arguments)}"
+        given = f"to_sequential(module, input) or from_module(module, input), but not {shown(example_kwargs or example_args)}"
         raise ValueError(f"give an example input, with tensors: {given}")
     if batch_dim not in (0, 1) or isinstance(batch_dim, bool):
         raise ValueError(f"batch_dim must be 0 or 1, but is {batch_dim!r}")
