@@ -6,6 +6,7 @@ import pickle
 import random
 from types import SimpleNamespace
 
+import numpy
 import pytest
 import torch
 from torch import nn
@@ -146,6 +147,32 @@ def test_guards_see_each_change(change, message, calls, copies, monkeypatch):
     for _ in range(2):
         with pytest.raises(RuntimeError, match=message):
             guards.check([torch.ones(1)])
+
+
+class Raises:
+    """Raises another error than AttributeError, and computes an attribute when it is read first."""
+
+    half = functools.cached_property(lambda self: 0.5)
+
+    def __getattr__(self, name):
+        raise KeyError(name)
+
+
+@pytest.mark.parametrize("odd", [Raises, torch.eye(2).to_sparse, lambda: numpy.array(["text" * 9, None], dtype=object)])
+def test_copies_of_guards_accept_odd_objects(odd):
+    module = Reads()
+    module.odd = odd()
+    guards = Guards(module, {"": module}, [torch.float32], {}, Read(set(), {"odd"}), (), [], [])
+    pickle.loads(pickle.dumps(guards)).check([torch.ones(1)])
+
+
+def test_guards_do_not_need_what_another_process_has_not_computed_yet(monkeypatch):
+    monkeypatch.setattr(SETTINGS, "scale", Raises())
+    assert SETTINGS.scale.half
+    read = Read({(__name__, "SETTINGS")}, {"scale", "half"})
+    guards = copy.deepcopy(Guards(Reads(), {}, [torch.float32], {}, read, (), [], []))
+    del SETTINGS.scale.half
+    guards.check([torch.ones(1)])
 
 
 class TwiceSigmoid(torch.autograd.Function):

@@ -8,6 +8,7 @@ from collections import deque
 from collections.abc import Mapping
 from contextlib import suppress
 from functools import cache, partial
+from io import BytesIO
 from types import CellType, CodeType, FunctionType, MethodType
 from typing import Any, NamedTuple
 
@@ -74,7 +75,7 @@ class Read(NamedTuple):
                 continue
             seen.add(id(value))
             if isinstance(value, dict):
-                for key in [] if _is_plain(value) else [*filter(_is_plain, dict.keys(value))]:
+                for key in [] if _is_plain(value) else [*filter(_is_plain, list(dict.keys(value)))]:
                     note(f"{place}[{key!r}]", partial(dict.get.__get__(value), key, Gone))
             elif isinstance(value, _LISTS):
                 reached += [(f"{place}[{number}]", each) for number, each in enumerate(_elements(value))]
@@ -97,8 +98,9 @@ class Read(NamedTuple):
                 for name in sorted(of_objects & own.keys()):
                     note(f"{place}.{name}", partial(own.get, name, Gone))
                 hidden = sorted((of_objects & {*dir(type(value))}) - own.keys() - slots if has_dict else ())
-                of_class = (name for name in hidden if not callable(inspect.getattr_static(type(value), name, None)))
-                found |= {f"{place}.{name}": partial(own.get, name, Gone) for name in of_class}  # which the object may hide
+                of_class = ((name, inspect.getattr_static(type(value), name, None)) for name in hidden)
+                constants = (name for name, each in of_class if not (callable(each) or hasattr(type(each), "__get__")))
+                found |= {f"{place}.{name}": partial(own.get, name, Gone) for name in constants}  # which the object may hide
         return found
 
 
@@ -168,18 +170,23 @@ def _state_of(value: Any) -> Any:
     if is_generator(value):
         return GeneratorState([value]).of_last()
     with suppress(Exception):
-        return memoryview(value).tobytes()
+        view = memoryview(value)
+        return None if "O" in view.format else view.tobytes()  # which are addresses for elements that are objects
     return None
 
 
 def _described(value: Any) -> str:
     """Returns what tells in any process which function or class a value is, or what tensor, else of which class: a name, with a
     hash of the code or the elements."""
-    code = getattr(getattr(value, "fget", getattr(value, "__func__", value)), "__code__", None)
-    is_tensor = _version_of(value) is not None and not value.is_meta
-    inside = f"{value.dtype} {value.tolist()}" if is_tensor else isinstance(code, CodeType) and _text_of(code)
-    named = value if hasattr(value, "__qualname__") else type(value)
-    return f"{_name_of(named)} {hashlib.sha256(str(inside).encode()).hexdigest()}"
+    named, inside = type(value), BytesIO()
+    with suppress(Exception):  # objects may raise for any attribute, and tensors on meta have no elements
+        code = getattr(getattr(value, "fget", getattr(value, "__func__", value)), "__code__", None)
+        if isinstance(code, CodeType):
+            inside.write(_text_of(code).encode())
+        elif _version_of(value) is not None:
+            torch.save(value.detach().cpu(), inside)
+        named = value if hasattr(value, "__qualname__") else named
+    return f"{_name_of(named)} {hashlib.sha256(inside.getbuffer()).hexdigest()}"
 
 
 def _name_of(named: Any) -> str:
