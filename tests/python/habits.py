@@ -8,8 +8,9 @@ import operator
 import pickle
 import random
 import textwrap
+import time
 import unittest.mock
-from collections import OrderedDict, deque, namedtuple
+from collections import Counter, OrderedDict, deque, namedtuple
 from types import SimpleNamespace
 
 import numpy
@@ -24,6 +25,8 @@ GLOBAL = SimpleNamespace(scale=1.0)
 RATES = [1.0]
 MIXED = {"act": torch.sin, "rate": 1.0}
 DEFAULT = {"n": 1}
+COUNTS = Counter()
+TIMES = {}
 Pair = namedtuple("Pair", "first second")
 
 
@@ -172,6 +175,8 @@ HABITS = {
     "number of a mixin": H("return self.inner(x)", "self.inner = Scaled()", after="self.inner.scale = 5.0"),
     "global": H("return x * GLOBAL.scale", before="GLOBAL.scale = 1.0", after="GLOBAL.scale = 2.0", guard="global"),
     "global counter": H("GLOBAL.calls += 1; return x * 2", before="GLOBAL.calls = 0", guard="global"),
+    "Counter of several blocks": H("COUNTS['n'] += 1; return x * 2", guard="global"),
+    "time in a global": H("TIMES['at'] = time.perf_counter(); return x * 2", guard="global"),
     "number in a list of a configuration": H(
         "return x * self.config.inner.rates[0]", "self.config = SimpleNamespace(inner=SimpleNamespace(rates=[1.0]))",
         after="self.config.inner.rates[0] = 2.0",

@@ -8,6 +8,7 @@ import re
 import threading
 import traceback
 import warnings
+from collections import Counter, OrderedDict, defaultdict, deque
 from collections.abc import Iterable, Iterator, Mapping
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from typing import Any
@@ -46,14 +47,15 @@ def mode(module: nn.Module, training: bool) -> Iterator[None]:
 
 OF_MODULES = {*vars(nn.Module()), "_compiled_call_impl"}  # attributes of any module; compile() changes no result
 _PLAIN = {bool, int, float, str, type(None)}
+_CHANGING = {list, dict, set, deque, Counter, OrderedDict, defaultdict}
 
 
 def _hold(value: Any, held: list[tuple[Any, Any]]) -> None:
     """Adds to ``held`` an object and the containers and tensors in it, each with a copy of what can change in it."""
-    if type(value) in (list, dict, set):
+    if type(value) in _CHANGING:
         held.append((value, value.copy()))
-    if type(value) in (list, tuple, set, dict):
-        for each in value.values() if type(value) is dict else value:
+    if type(value) in {tuple, *_CHANGING}:
+        for each in value.values() if isinstance(value, dict) else value:
             _hold(each, held)
     elif type(value) is Tensor and not value.is_inference():
         held.append((value, value.detach().clone()))
