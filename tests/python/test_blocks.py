@@ -134,7 +134,7 @@ class Reads(nn.Linear):
 @pytest.mark.parametrize("calls", [0, 2])
 @pytest.mark.parametrize("copies", [tuple, copy.deepcopy, lambda each: pickle.loads(pickle.dumps(each))])
 def test_guards_see_each_change(change, message, calls, copies, monkeypatch):
-    module, read = Reads(), Read({(__name__, "SETTINGS")}, {"SETTINGS", "scale", "renamed"})
+    module, read = Reads(), Read({(__name__, "SETTINGS")}, {"SETTINGS", "scale", "renamed", "device"})
     guards = Guards(module, {"": module}, [torch.float32], {}, read, (), [], [])
     for _ in range(calls):
         guards.check([torch.ones(1)])
@@ -142,6 +142,7 @@ def test_guards_see_each_change(change, message, calls, copies, monkeypatch):
         module.weight = nn.Parameter(torch.zeros(2, 2))
     guards, module = copies((guards, module))
     module.kinds = {0, 8}  # an equal set, in another order
+    module.device = "cpu"  # which trainers set
     guards.check([torch.ones(1)])
     change(module, monkeypatch)
     for _ in range(2):

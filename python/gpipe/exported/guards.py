@@ -11,7 +11,7 @@ from torch import Tensor, nn
 
 from gpipe.exported.blocks import autocast_dtype
 from gpipe.exported.exporter import OF_MODULES
-from gpipe.exported.read import Gone, Read, can_change, noted, same
+from gpipe.exported.read import OF_TENSORS, Gone, Read, can_change, noted, same
 
 _GLOBAL_HOOKS: list[dict[int, Any]] = [
     hooks
@@ -143,7 +143,7 @@ class Guards:
                 facts[f"'{path}' of the model was replaced since the conversion"] = child
             who = f"{repr(path) if path else 'the model'} ({type(each).__name__})"
             own = facts_of(each, _inherited(type(each)))
-            own["attributes that it lacked"] = partial(_added, vars(each), {*vars(each)}, self._read.names)
+            own["attributes that it lacked"] = partial(_added, vars(each), {*vars(each)}, self._read.names - OF_TENSORS)
             for table in (each._parameters, each._buffers):
                 own |= {f"the shape of its '{name}'": partial(_shape_of, table, name) for name in table}
             facts |= {f"{who} has changed since the conversion: {what}": get for what, get in own.items()}

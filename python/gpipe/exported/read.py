@@ -21,6 +21,7 @@ from gpipe.randomness import GeneratorState, is_generator
 _VALUES = bool, int, float, complex, str, bytes, torch.dtype, torch.device, type(None)
 _LISTS = list, tuple, deque, partial
 _COLLECTIONS = *_LISTS, set, frozenset, dict
+OF_TENSORS = {"dtype", "device"}  # mostly read of tensors, and trainers set them in models and configurations
 
 
 Place = partial[Any]  # returns a value of now
@@ -67,8 +68,7 @@ class Read(NamedTuple):
         for path, module in modules.items():
             names = sorted((self.names & vars(module).keys()) - OF_MODULES)
             reached += [(f"{path or type(module).__name__}.{name}", vars(module)[name]) for name in names]
-        # The last two are mostly read of tensors, and trainers set them in configurations.
-        of_objects = {name for name in self.names if not name.startswith("__")} - {"dtype", "device"}
+        of_objects = {name for name in self.names if not name.startswith("__")} - OF_TENSORS
         seen: set[int] = set()
         for place, value in reached:  # which grows
             if id(value) in seen or type(value) in _VALUES or isinstance(value, (Tensor, nn.Module)):
