@@ -2,8 +2,10 @@
 
 import copy
 import functools
+import logging
 import pickle
 import random
+import sys
 from types import SimpleNamespace
 
 import numpy
@@ -173,6 +175,16 @@ def test_guards_do_not_need_what_another_process_has_not_computed_yet(monkeypatc
     read = Read({(__name__, "SETTINGS")}, {"scale", "half"})
     guards = copy.deepcopy(Guards(Reads(), {}, [torch.float32], {}, read, (), [], []))
     del SETTINGS.scale.half
+    guards.check([torch.ones(1)])
+
+
+def test_guards_ignore_loggers_and_modules_that_are_not_read(monkeypatch):
+    monkeypatch.setattr(SETTINGS, "scale", logging.getLogger(__name__))
+    monkeypatch.setattr(SETTINGS, "modules", sys.modules, raising=False)
+    read = Read({(__name__, "SETTINGS")}, {"scale", "modules", "level", "float_repr_style"})
+    guards = Guards(Reads(), {}, [torch.float32], {}, read, (), [], [])
+    monkeypatch.setattr(sys, "float_repr_style", "legacy")
+    monkeypatch.setattr(SETTINGS.scale, "level", logging.DEBUG)
     guards.check([torch.ones(1)])
 
 

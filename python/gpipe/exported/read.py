@@ -9,6 +9,7 @@ from collections.abc import Mapping
 from contextlib import suppress
 from functools import cache, partial
 from io import BytesIO
+from logging import Logger
 from types import CellType, CodeType, FunctionType, MethodType
 from typing import Any, NamedTuple
 
@@ -69,9 +70,9 @@ class Read(NamedTuple):
             names = sorted((self.names & vars(module).keys()) - OF_MODULES)
             reached += [(f"{path or type(module).__name__}.{name}", vars(module)[name]) for name in names]
         of_objects = {name for name in self.names if not name.startswith("__")} - OF_TENSORS
-        seen: set[int] = set()
+        seen = {id(sys.modules)}  # has modules that the code does not read
         for place, value in reached:  # which grows
-            if id(value) in seen or type(value) in _VALUES or isinstance(value, (Tensor, nn.Module)):
+            if id(value) in seen or type(value) in _VALUES or isinstance(value, (Tensor, nn.Module, Logger)):
                 continue
             seen.add(id(value))
             if isinstance(value, dict):
