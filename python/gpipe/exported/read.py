@@ -203,7 +203,9 @@ def _text_of(code: CodeType) -> str:
 def _elements(value: Any) -> list[Any]:
     if isinstance(value, partial):
         return [value.func, value.args, value.keywords]
-    return list(dict.items(value) if isinstance(value, dict) else value)  # a kind of dict may make its items when it is asked
+    if isinstance(value, dict):
+        return [*dict.keys(value), *dict.values(value)]  # a kind of dict may make its values when it is asked
+    return list(value)
 
 
 def same(before: tuple[Any, Any], now: Any) -> bool:
@@ -212,7 +214,7 @@ def same(before: tuple[Any, Any], now: Any) -> bool:
     if isinstance(value, _Object):
         return value.is_now(now)
     if parts is None:
-        return type(value) is type(now) and (value == now or (value != value and now != now))
+        return value is now or type(value) is type(now) and (value == now or (value != value and now != now))
     if _name_of(type(now)) != value:
         return False
     if isinstance(parts, list):
