@@ -79,7 +79,8 @@ def put_back(container: Any, before: Any) -> None:
     if isinstance(container, dict):
         for name in [name for name in container if name not in before]:
             del container[name]
-        container.update({name: each for name, each in before.items() if container.get(name) is not each})
+        for name in [name for name, each in before.items() if container.get(name) is not each]:
+            container[name] = before[name]  # because update() of a Counter adds
     elif isinstance(container, set):
         container &= before
         container |= before

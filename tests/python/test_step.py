@@ -8,6 +8,7 @@ import pickle
 import sys
 import types
 import weakref
+from collections import Counter
 
 import pytest
 import torch
@@ -191,7 +192,7 @@ def test_the_comparison_leaves_the_state_of_a_loss():
             super().__init__()
             self.scale = nn.Parameter(torch.ones(()))
             self.center, self.mean = nn.Buffer(torch.zeros(3)), nn.Buffer(torch.zeros(3))
-            self.calls, self.means, self.of_sizes, self.meter = 0, [], {}, Meter()
+            self.calls, self.means, self.of_sizes, self.meter = 0, [], Counter(), Meter()
 
         def forward(self, output, target):
             self.calls += 1
@@ -199,7 +200,7 @@ def test_the_comparison_leaves_the_state_of_a_loss():
             self.center.lerp_(self.mean, 0.1)
             self.means.append(self.mean.clone())
             self.meter.total += 1
-            self.of_sizes[len(output)] = self.of_sizes.get(len(output), 0) + 1
+            self.of_sizes[len(output)] += 1
             return (output * self.scale).square().mean()
 
     def state_after(way, check):
