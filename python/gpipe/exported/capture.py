@@ -163,7 +163,8 @@ def refuse_shared_state(sequence: ConvertedSequence, input: Any, read: Read, eff
         with mode(module, training):
             apart, together = (behaviour(by_layer) for by_layer in (False, True))
             reason = difference(together, apart)
-            # Not each global is restored between runs, so a run may not repeat itself; but a time in one is no result.
+            # Some globals are not restored between runs, so outputs may differ. What a run leaves in a global, such as a time, may
+            # differ in any case.
             may_differ = reason.startswith("output") and any(what == "a global" for _, what in effects)
             if reason and (may_differ or not difference(behaviour(False), apart)):
                 shared = "; ".join(f"{path or 'the model'}: {what}" for path, what in effects[:3])

@@ -177,8 +177,8 @@ def _state_of(value: Any) -> Any:
 
 
 def _described(value: Any) -> str:
-    """Returns what tells in any process which function or class a value is, or what tensor, else of which class: a name, with a
-    hash of the code or the elements."""
+    """Describes a value alike in each process: a function by its name and a hash of its code, a tensor by a hash of its elements,
+    another object by its class."""
     named, inside = type(value), BytesIO()
     with suppress(Exception):  # objects may raise for any attribute, and tensors on meta have no elements
         code = getattr(getattr(value, "fget", getattr(value, "__func__", value)), "__code__", None)
