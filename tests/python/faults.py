@@ -39,7 +39,7 @@ class Work(nn.Module):
 
 
 def report_of(layers, balance=(1, 1), chunks=16, checkpoint="never", seconds=0.0, loss=F.mse_loss, others=0, ranks=None):
-    """Trains, beside so many other processes. Returns the names of costs, the largest first, the stage that takes longest, and
+    """Trains while so many other processes run. Returns the names of costs, the largest first, the stage that takes longest, and
     the report in words."""
     burn = "import os, time\nend = time.time() + 60\nwhile time.time() < end and os.getppid() != 1: pass"
     processes = [subprocess.Popen([sys.executable, "-c", burn]) for _ in range(others)]

@@ -126,7 +126,7 @@ struct Training {
   std::unique_ptr<torch::optim::Adam> adam;
 };
 
-/// What a snapshot has, whoever wrote which part of it.
+/// Returns the manifest and the tensors of a snapshot, without what depends on the ranks that wrote it.
 std::pair<nlohmann::json, Record> content_of(const std::filesystem::path& path) {
   SnapshotReader reader(path);
   auto manifest = reader.manifest();
