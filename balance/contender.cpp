@@ -1,6 +1,7 @@
 #include "balance/contender.h"
 
 #include <algorithm>
+#include <numeric>
 
 #include "balance/cut.h"
 #include "gpipe/schedule/list_schedule.h"
@@ -14,6 +15,18 @@ namespace {
 // A search ends when it has tried what is near so many plans in a row, and found no better one.
 constexpr int kCutsInVain = 8;
 constexpr int kPlansInVain = 16;
+
+/// The least load of the busiest worker, whichever of these pieces each worker has. Of the k * workers + 1 largest pieces,
+/// some worker has k + 1.
+double least_load(std::vector<double> pieces, int workers) {
+  std::ranges::sort(pieces, std::greater<>());
+  double least = std::accumulate(pieces.begin(), pieces.end(), 0.0) / workers;
+  for (std::ptrdiff_t k = 0; k * workers < std::ssize(pieces); ++k) {
+    const auto first = pieces.begin();
+    least = std::max(least, std::accumulate(first + k * (workers - 1), first + k * workers + 1, 0.0));
+  }
+  return least;
+}
 
 }  // namespace
 
@@ -55,7 +68,11 @@ double Contender::find_least_seconds() const {
     passes.push_back(passes.back() + backward);
     all.push_back(all.back() + of.forward + std::min(of.backward, of.input_gradient + of.weight_gradient));
   }
-  double low = run_.chunks * all.back() / workers;
+  std::vector<double> pieces;  // between places for a cut
+  for (int i = 0, first = 0; i < layers; ++i) {
+    if (cost.can_cut_before(i + 1)) pieces.push_back(all[i + 1] - all[std::exchange(first, i + 1)]);
+  }
+  double low = run_.chunks * least_load(std::move(pieces), workers);
   if (std::ssize(placement_) != workers) return low;
   const auto suffices = [&](double seconds) {
     int end = 0;

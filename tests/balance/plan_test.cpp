@@ -372,6 +372,15 @@ TEST(Plan, IsNeverFasterThanItsBound) {
   }
 }
 
+TEST(Plan, BoundKnowsThatNoWorkerHasPartOfALayer) {
+  const PlanOptions options{.samples = 8, .devices = {"a", "b"}};
+  const auto bound = [&](const std::vector<double>& forwards) {
+    return plan({chain(forwards)}, options).least_seconds;
+  };
+  EXPECT_NEAR(bound({2, 2, 2, 2, 2}), bound({3, 3, 3, 3}), 1e-9);  // three layers on a worker
+  EXPECT_NEAR(bound({1, 1, 7, 1}), bound({4, 3, 3, 4}), 1e-9);
+}
+
 TEST(Plan, ExplainsWhyNothingFits) {
   auto profile = chain({1, 1, 1, 1});
   for (auto& layer : profile.layers) layer.parameters = 10 << 20;
