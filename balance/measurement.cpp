@@ -2,6 +2,9 @@
 
 #include <torch/nn/modules/linear.h>
 
+#include <numeric>
+#include <span>
+
 #include "absl/container/flat_hash_set.h"
 #include "absl/strings/str_format.h"
 #include "balance/cut.h"
@@ -11,14 +14,16 @@
 #include "gpipe/autograd/stage.h"
 #include "gpipe/base/clock.h"
 #include "gpipe/run/step_input.h"
+#include "gpipe/schedule/auto_schedule.h"
 
 namespace gpipe {
 namespace {
 
 constexpr double kLeastSeconds = 1e-9;  // of a layer that takes less than its stage
 
-/// How the pipelines that are measured run: with whole backwards, forwards without graphs, or split backwards.
-enum class Mode { kWhole, kStored, kSplits };
+/// How the pipelines that are measured run: with whole backwards, forwards without graphs, split backwards, or as in a
+/// full pipeline, where every other backward is split.
+enum class Mode { kWhole, kStored, kSplits, kMixed };
 
 /// A layer of its own stage behind the model. The time of its actions is what every stage takes besides its layers.
 class Identity : public Layer {
@@ -52,11 +57,18 @@ Schedule split_backwards(const Layout& layout) {
   return lists;
 }
 
-/// The field of a layer's profile that an action's time tells, if any.
-double LayerProfile::*time_of(Mode mode, Kind kind) {
-  if (mode == Mode::kStored) return &LayerProfile::stored;
-  if (mode == Mode::kWhole) return kind == Kind::F ? &LayerProfile::forward : &LayerProfile::backward;
-  return kind == Kind::I ? &LayerProfile::input_gradient : kind == Kind::W ? &LayerProfile::weight_gradient : nullptr;
+/// A field of a layer's profile that the time of an action tells.
+struct Timed {
+  Kind kind;
+  double LayerProfile::*field;
+};
+
+/// Groups of fields whose sum a stage's layers share. The first stage's I computes all gradients, so its W has nothing.
+std::vector<std::vector<Timed>> timed(Mode mode) {
+  if (mode == Mode::kStored) return {{{Kind::F, &LayerProfile::stored}}};
+  return {{{Kind::F, &LayerProfile::forward}},
+          {{Kind::B, &LayerProfile::backward}},
+          {{Kind::I, &LayerProfile::input_gradient}, {Kind::W, &LayerProfile::weight_gradient}}};
 }
 
 class Measurement {
@@ -67,14 +79,14 @@ class Measurement {
     batch_of_three_ = batch(3, sample);
     profile_ = describe();
     cut_everywhere();
-    batch_ = batch(std::max(2, workers_), sample);
+    batch_ = batch(2 * workers_, sample);
   }
 
   Profile run(bool plain) {
     const auto modes = plain ? std::vector{Mode::kWhole} : std::vector{Mode::kSplits, Mode::kStored, Mode::kWhole};
     for (;;) {
       try {
-        measure_times(modes);
+        measure_times(plain ? modes : std::vector{Mode::kMixed, Mode::kStored});
         read_memory(modes);
         report(1);
         return std::move(profile_);
@@ -85,9 +97,10 @@ class Measurement {
   }
 
  private:
-  /// A pipeline of the finest stages and two identities behind them. The second identity also handles the outputs.
+  /// A pipeline of stages and two identities behind them. The second identity also handles the outputs.
   struct TracedPipe {
     Mode mode = Mode::kWhole;
+    std::vector<int> ends;  ///< of the stages: the index after the last layer
     GPipe pipe{nullptr};
     std::shared_ptr<Timeline> timeline = std::make_shared<Timeline>();  ///< of the steps that are traced
   };
@@ -148,7 +161,7 @@ class Measurement {
     before = std::min(before, previous);
     ends_ = {static_cast<int>(named_.size())};
     try {
-      auto whole = make_pipe(failed_mode_, {0});
+      auto whole = make_pipe(failed_mode_, ends_, {0});
       step(whole, batch_of_three_);
     } catch (...) {
       return false;
@@ -158,13 +171,13 @@ class Measurement {
     return true;
   }
 
-  /// `workers`: the worker of each of the finest stages.
-  TracedPipe make_pipe(Mode mode, std::vector<int> workers,
+  /// `workers`: of each stage.
+  TracedPipe make_pipe(Mode mode, const std::vector<int>& ends, std::vector<int> workers,
                        const std::shared_ptr<MemoryTrace>& memory = nullptr) const {
     workers.insert(workers.end(), 2, workers.back());
     auto layers = make_();
     for (const auto* name : {"behind the model", "the end"}) layers.push_back(std::make_unique<Identity>(name));
-    auto balance = balance_of(ends_);
+    auto balance = balance_of(ends);
     balance.insert(balance.end(), 2, 1);
     auto options = GPipeOptions()
                        .devices(std::vector<torch::Device>(workers.back() + 1, device_))
@@ -173,7 +186,8 @@ class Measurement {
                        .checkpoint(Checkpoint::kNever)
                        .intraop_threads(options_.intraop_threads());
     if (mode == Mode::kSplits) options.schedule_function(split_backwards);
-    TracedPipe traced{mode};
+    if (mode == Mode::kMixed) options.schedule_function(measuring_schedule);
+    TracedPipe traced{mode, ends};
     traced.pipe =
         GPipe(memory ? memory->wrap(std::move(layers)) : std::move(layers), balance, options, LanguageBinding());
     traced.pipe->train();
@@ -183,16 +197,16 @@ class Measurement {
   void step(TracedPipe& traced, const Value& batch) {
     try {
       if (traced.mode == Mode::kWhole) return trial_step(traced.pipe, batch);
-      if (traced.mode == Mode::kSplits) return trial_schedule(traced.pipe, batch);
+      if (traced.mode != Mode::kStored) return trial_schedule(traced.pipe, batch);
       const at::NoGradGuard no_grad;
       traced.pipe->forward(batch);
     } catch (...) {
       const auto failed = traced.pipe->last_error();
       if (!failed) throw;
-      failed_stage_ = failed->action.stage;
+      failed_stage_ = traced.ends == ends_ ? failed->action.stage : 0;
       failed_mode_ = traced.mode;
-      const auto last = std::min(failed_stage_, static_cast<int>(ends_.size()) - 1);  // the identity has no name
-      const int layer = failed->layer >= 0 && failed->layer < ends_.back() ? failed->layer : ends_[last] - 1;
+      const auto last = std::min(failed->action.stage, static_cast<int>(traced.ends.size()) - 1);  // before identities
+      const int layer = failed->layer >= 0 && failed->layer < ends_.back() ? failed->layer : traced.ends[last] - 1;
       std::throw_with_nested(std::runtime_error(
           absl::StrFormat("[profile] layer '%s' failed in its %s: %s", named_[layer].name,
                           failed->action.kind == Kind::F ? "forward" : "backward", failed->message)));
@@ -203,11 +217,16 @@ class Measurement {
     const double start = now();
     auto workers = std::vector<int>(ends_.size());
     if (workers_ > 1) {
-      for (auto& layer : profile_.layers) layer.forward = 1;  // any equal cost, for a first cut
-      run_steps(workers_of(cut()), {Mode::kWhole}, 1, start, 0);
+      for (const int end : ends_) profile_.layers[end - 1].forward = 1;  // any equal cost, for a first cut
+      run_steps(ends_, workers_of(cut()), {Mode::kWhole}, 1, start, {0, 0.2});
       workers = workers_of(cut());
     }
-    run_steps(workers, modes, options_.repeats(), start, 0.3);
+    run_steps(ends_, workers, modes, options_.repeats(), start, {0.2, 0.6});
+    // The finest stages take longer than layers of one stage: they have more edges, and take more locks. So their times
+    // only tell how to share a stage's time among its layers.
+    std::vector<int> each_worker(workers_);
+    std::iota(each_worker.begin(), each_worker.end(), 0);
+    run_steps(stage_ends(cut()), each_worker, modes, options_.repeats(), start, {0.6, 0.9});
   }
 
   /// Cuts into one stage per worker.
@@ -222,51 +241,65 @@ class Measurement {
     return workers;
   }
 
-  void run_steps(const std::vector<int>& workers, const std::vector<Mode>& modes, int repeats, double start,
-                 double done) {
+  /// `done`: the part of all work that is done before and after.
+  void run_steps(const std::vector<int>& ends, const std::vector<int>& workers, const std::vector<Mode>& modes,
+                 int repeats, double start, std::pair<double, double> done) {
     std::vector<TracedPipe> pipes;
-    for (const auto mode : modes) pipes.push_back(make_pipe(mode, workers));
+    for (const auto mode : modes) pipes.push_back(make_pipe(mode, ends, workers));
     for (auto& each : pipes) {
-      report(done);
+      report(done.first);
       step(each, batch_);
       each.pipe->trace(each.timeline);
     }
     for (int repeat = 0; repeat < repeats; ++repeat) {
-      const double used = std::min(1.0, (now() - start) / options_.seconds());
+      const double used = (now() - start) / (done.second / 0.9 * options_.seconds());
       if (repeat > 0 && used >= 1) break;
-      report(done + (0.9 - done) * std::max(1.0 * repeat / options_.repeats(), used));
+      const double part = std::min(1.0, std::max(1.0 * repeat / options_.repeats(), used));
+      report(done.first + (done.second - done.first) * part);
       for (auto& each : pipes) step(each, batch_);
-    }
-    for (auto& layer : profile_.layers) {
-      layer.forward = layer.stored = layer.backward = layer.input_gradient = layer.weight_gradient = 0;
     }
     for (const auto& each : pipes) read_times(each);
   }
 
-  /// Reads the medians of the actions that overlapped other workers' actions most, as in a full pipeline.
+  /// Shares the median seconds of each stage among its layers as they shared them before. The last has them all if none
+  /// had any.
   void read_times(const TracedPipe& traced) {
-    std::map<std::pair<int, Kind>, double> medians;
-    for (const auto& [action, spans] : most_overlapped(*traced.timeline)) {
-      std::vector<double> seconds;
-      for (const Span* span : spans) seconds.push_back(span->end - span->start);
-      medians[action] = median(seconds);
+    std::map<std::pair<int, Kind>, std::vector<double>> spans;
+    for (const auto& span : traced.timeline->spans) {
+      spans[{span.action.stage, span.action.kind}].push_back(span.end - span.start);
     }
-    const int last = static_cast<int>(ends_.size());
-    for (const auto& [action, seconds] : medians) {
-      const auto [stage, kind] = action;
-      const auto field = time_of(traced.mode, kind);
-      if (stage >= last || field == nullptr) continue;
-      const auto besides = medians.find({last, kind});
-      profile_.layers[ends_[stage] - 1].*field =
-          std::max(kLeastSeconds, seconds - (besides == medians.end() ? 0 : besides->second));
+    const auto median_of = [&](int stage, Kind kind) {
+      const auto found = spans.find({stage, kind});
+      return found == spans.end() ? 0 : median(found->second);
+    };
+    const int last = static_cast<int>(traced.ends.size());
+    const auto seconds_of = [&](int stage, Kind kind) {
+      const double seconds = median_of(stage, kind);
+      return seconds > 0 ? std::max(kLeastSeconds, seconds - median_of(last, kind)) : 0;
+    };
+    for (int stage = 0; stage < last; ++stage) {
+      const auto layers =
+          std::span(profile_.layers).first(traced.ends[stage]).subspan(stage == 0 ? 0 : traced.ends[stage - 1]);
+      for (const auto& group : timed(traced.mode)) {
+        double before = 0;
+        double now = 0;
+        for (const auto& [kind, field] : group) {
+          now += seconds_of(stage, kind);
+          for (const auto& layer : layers) before += layer.*field;
+        }
+        for (const auto& [kind, field] : group) {
+          for (auto& layer : layers) layer.*field *= before > 0 ? now / before : 0;
+          if (before == 0) layers.back().*field = seconds_of(stage, kind);
+        }
+      }
     }
-    if (traced.mode == Mode::kWhole) profile_.stage = medians.at({last, Kind::F});
+    if (traced.mode != Mode::kStored) profile_.stage = median_of(last, Kind::F);
   }
 
   /// Runs a step with one worker, and listens to its allocations.
   TracedPipe listen(Mode mode, MemoryTrace& memory) {
     report(0.9);
-    auto traced = make_pipe(mode, std::vector<int>(ends_.size()), memory.shared_from_this());
+    auto traced = make_pipe(mode, ends_, std::vector<int>(ends_.size()), memory.shared_from_this());
     const c10::DebugInfoGuard guard(c10::DebugInfoKind::PROFILER_STATE, memory.shared_from_this());
     traced.pipe->trace(traced.timeline);
     step(traced, batch_of_three_);

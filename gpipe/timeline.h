@@ -57,11 +57,6 @@ struct GPIPE_API Timeline {
   std::vector<std::int64_t> peak_bytes() const;
 };
 
-/// Returns, by stage and kind of action, the spans that show how long an action takes while other workers are busy:
-/// those with at least 0.9 of the largest overlap, which is the time that other workers were busy during the span,
-/// summed over workers and divided by its duration. The pointers are into the timeline, in its order.
-GPIPE_API std::map<std::pair<int, Kind>, std::vector<const Span*>> most_overlapped(const Timeline& timeline);
-
 /// Returns the timeline in Chrome's trace event format, which Perfetto (ui.perfetto.dev) opens: a track per worker, a
 /// slice per action, an arrow per transfer and, if bytes were counted, a graph of bytes per worker.
 GPIPE_API std::string to_chrome_json(const Timeline& timeline);

@@ -3,6 +3,7 @@
 #include <algorithm>
 #include <cmath>
 #include <limits>
+#include <map>
 #include <nlohmann/json.hpp>
 
 #include "absl/strings/str_cat.h"
@@ -11,16 +12,6 @@ namespace gpipe {
 namespace {
 
 using Json = nlohmann::ordered_json;
-
-/// The busy time of other workers during a span, divided by its duration. Can exceed 1 with several other workers.
-double overlap_of(const Span& span, const Timeline& timeline) {
-  double seconds = 0;
-  for (const auto& other : timeline.spans) {
-    if (other.worker == span.worker) continue;
-    seconds += std::max(0.0, std::min(span.end, other.end) - std::max(span.start, other.start));
-  }
-  return span.end > span.start ? seconds / (span.end - span.start) : 0;
-}
 
 /// Identifies a span that exchanges data: stage, whether it is gradients, replica, step, micro-batch.
 using Key = std::tuple<int, bool, int, int, int>;
@@ -45,18 +36,6 @@ std::vector<std::int64_t> Timeline::peak_bytes() const {
   std::vector<std::int64_t> peaks(workers, 0);
   for (const Span& span : spans) peaks[span.worker] = std::max(peaks[span.worker], span.bytes.peak);
   return peaks;
-}
-
-std::map<std::pair<int, Kind>, std::vector<const Span*>> most_overlapped(const Timeline& timeline) {
-  std::map<std::pair<int, Kind>, std::vector<const Span*>> spans;
-  for (const auto& span : timeline.spans) spans[{span.action.stage, span.action.kind}].push_back(&span);
-  for (auto& [action, of_action] : spans) {
-    std::map<const Span*, double> overlaps;
-    double most = 0;
-    for (const Span* span : of_action) most = std::max(most, overlaps[span] = overlap_of(*span, timeline));
-    std::erase_if(of_action, [&](const Span* span) { return overlaps.at(span) < 0.9 * most; });
-  }
-  return spans;
 }
 
 std::string to_chrome_json(const Timeline& timeline) {

@@ -32,31 +32,6 @@ Timeline small() {
            {1, action("1B0"), 11.25, 12, 3}}};
 }
 
-/// The micro-batches of the most overlapped forwards, by stage.
-std::map<int, std::vector<int>> most_overlapped_of(const std::vector<Span>& spans) {
-  std::map<int, std::vector<int>> result;
-  const Timeline timeline{2, {}, spans};
-  for (const auto& [of, found] : most_overlapped(timeline)) {
-    for (const Span* span : found) result[of.first].push_back(span->action.micro_batch);
-  }
-  return result;
-}
-
-TEST(MostOverlapped, FindsSpansDuringWhichOtherWorkersAreBusy) {
-  EXPECT_THAT(most_overlapped_of({{0, action("0F0"), 0, 10},     // alone for 5 s
-                                  {1, action("1F0"), 5, 10},     // overlapped
-                                  {0, action("0F1"), 10, 20},    // overlapped except for the last tenth
-                                  {1, action("1F1"), 10, 19},    // overlapped
-                                  {0, action("0F2"), 20, 30},    // overlapped
-                                  {1, action("1F2"), 20, 34}}),  // alone for 4 s
-              ElementsAre(Pair(0, ElementsAre(1, 2)), Pair(1, ElementsAre(0, 1))));
-  EXPECT_THAT(most_overlapped_of({}), ElementsAre());
-  const auto of_one_worker = most_overlapped_of({{0, action("0F0"), 0, 10},   // half of it overlapped
-                                                 {0, action("0F1"), 10, 20},  // four tenths overlapped
-                                                 {1, action("1F0"), 5, 14}});
-  EXPECT_THAT(of_one_worker.at(0), ElementsAre(0));
-}
-
 TEST(Timeline, ComputesMakespanAndBubble) {
   EXPECT_DOUBLE_EQ(small().makespan(), 3);
   EXPECT_DOUBLE_EQ(small().bubble(), 1 - 3.0 / 6);
