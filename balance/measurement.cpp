@@ -3,11 +3,11 @@
 #include <torch/nn/modules/linear.h>
 
 #include <numeric>
-#include <span>
 
 #include "absl/container/flat_hash_set.h"
 #include "absl/strings/str_format.h"
 #include "balance/cut.h"
+#include "balance/layer_times.h"
 #include "balance/memory_trace.h"
 #include "balance/stage_cost.h"
 #include "balance/trial.h"
@@ -18,8 +18,6 @@
 
 namespace gpipe {
 namespace {
-
-constexpr double kLeastSeconds = 1e-9;  // of a layer that takes less than its stage
 
 /// How the pipelines that are measured run: with whole backwards, forwards without graphs, split backwards, or as in a
 /// full pipeline, where every other backward is split.
@@ -55,20 +53,6 @@ Schedule split_backwards(const Layout& layout) {
   }
   add(Kind::W, 0);
   return lists;
-}
-
-/// A field of a layer's profile that the time of an action tells.
-struct Timed {
-  Kind kind;
-  double LayerProfile::*field;
-};
-
-/// Groups of fields whose sum a stage's layers share. The first stage's I computes all gradients, so its W has nothing.
-std::vector<std::vector<Timed>> timed(Mode mode) {
-  if (mode == Mode::kStored) return {{{Kind::F, &LayerProfile::stored}}};
-  return {{{Kind::F, &LayerProfile::forward}},
-          {{Kind::B, &LayerProfile::backward}},
-          {{Kind::I, &LayerProfile::input_gradient}, {Kind::W, &LayerProfile::weight_gradient}}};
 }
 
 class Measurement {
@@ -258,42 +242,9 @@ class Measurement {
       report(done.first + (done.second - done.first) * part);
       for (auto& each : pipes) step(each, batch_);
     }
-    for (const auto& each : pipes) read_times(each);
-  }
-
-  /// Shares the median seconds of each stage among its layers as they shared them before. The last has them all if none
-  /// had any.
-  void read_times(const TracedPipe& traced) {
-    std::map<std::pair<int, Kind>, std::vector<double>> spans;
-    for (const auto& span : traced.timeline->spans) {
-      spans[{span.action.stage, span.action.kind}].push_back(span.end - span.start);
+    for (const auto& [mode, at, pipe, timeline] : pipes) {
+      read_times(profile_, at, timeline->spans, mode == Mode::kStored);
     }
-    const auto median_of = [&](int stage, Kind kind) {
-      const auto found = spans.find({stage, kind});
-      return found == spans.end() ? 0 : median(found->second);
-    };
-    const int last = static_cast<int>(traced.ends.size());
-    const auto seconds_of = [&](int stage, Kind kind) {
-      const double seconds = median_of(stage, kind);
-      return seconds > 0 ? std::max(kLeastSeconds, seconds - median_of(last, kind)) : 0;
-    };
-    for (int stage = 0; stage < last; ++stage) {
-      const auto layers =
-          std::span(profile_.layers).first(traced.ends[stage]).subspan(stage == 0 ? 0 : traced.ends[stage - 1]);
-      for (const auto& group : timed(traced.mode)) {
-        double before = 0;
-        double now = 0;
-        for (const auto& [kind, field] : group) {
-          now += seconds_of(stage, kind);
-          for (const auto& layer : layers) before += layer.*field;
-        }
-        for (const auto& [kind, field] : group) {
-          for (auto& layer : layers) layer.*field *= before > 0 ? now / before : 0;
-          if (before == 0) layers.back().*field = seconds_of(stage, kind);
-        }
-      }
-    }
-    if (traced.mode != Mode::kStored) profile_.stage = median_of(last, Kind::F);
   }
 
   /// Runs a step with one worker, and listens to its allocations.

@@ -4,6 +4,7 @@
 #include <set>
 
 #include "balance/balance.h"
+#include "balance/layer_times.h"
 #include "balance/measurement.h"
 #include "balance/plan_model.h"
 #include "balance/predict.h"
@@ -98,6 +99,39 @@ TEST(Profiler, AcceptsTuplesUnusualSkipsAndInPlaceLayers) {
 }
 
 // A cut before the second layer is refused, because it changes memory that both of its inputs use.
+TEST(LayerTimes, KeepTheirSharesOfTheTimeOfAStage) {
+  Profile profile{.layers = std::vector<LayerProfile>(2)};
+  const auto read = [&](const std::vector<int>& ends, const std::vector<std::pair<Action, double>>& seconds) {
+    std::vector<Span> spans;
+    for (const auto& [action, duration] : seconds) spans.push_back({0, action, 7, 7 + duration});
+    read_times(profile, ends, spans, /*stored=*/false);
+  };
+  // Stage 2 has no layers, so an action takes a second besides them. The I of stage 0 computes all gradients.
+  read({1, 2},
+       {{{Kind::F, 0, 0}, 3}, {{Kind::F, 0, 1}, 9}, {{Kind::F, 0, 2}, 5}, {{Kind::F, 1, 0}, 9}, {{Kind::F, 2, 0}, 1}});
+  read({1, 2}, {{{Kind::I, 0, 0}, 5},
+                {{Kind::W, 0, 0}, 1},
+                {{Kind::I, 1, 0}, 3},
+                {{Kind::W, 1, 0}, 5},
+                {{Kind::F, 2, 0}, 1},
+                {{Kind::I, 2, 0}, 1},
+                {{Kind::W, 2, 0}, 1}});
+  EXPECT_DOUBLE_EQ(profile.layers[0].forward, 4) << "the median";
+  EXPECT_DOUBLE_EQ(profile.layers[1].forward, 8);
+  EXPECT_DOUBLE_EQ(profile.stage, 1);
+  read({2}, {{{Kind::F, 0, 0}, 7},
+             {{Kind::I, 0, 0}, 5},
+             {{Kind::W, 0, 0}, 1},
+             {{Kind::F, 1, 0}, 1},
+             {{Kind::I, 1, 0}, 0},
+             {{Kind::W, 1, 0}, 1}});
+  EXPECT_NEAR(profile.layers[0].forward, 2, 1e-6);
+  EXPECT_NEAR(profile.layers[1].forward, 4, 1e-6);
+  EXPECT_NEAR(profile.layers[0].input_gradient, 2, 1e-6);
+  EXPECT_NEAR(profile.layers[1].input_gradient, 1, 1e-6);
+  EXPECT_NEAR(profile.layers[1].weight_gradient, 2, 1e-6) << "shared with the inputs' gradients";
+}
+
 TEST(Profiler, KeepsLayersTogetherThatCannotBeCut) {
   using Pair = std::tuple<Tensor, Tensor>;
   nn::Sequential model(
