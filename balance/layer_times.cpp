@@ -29,7 +29,7 @@ std::vector<std::vector<Timed>> timed(bool stored) {
 void read_times(Profile& profile, const std::vector<int>& ends, const std::vector<Span>& spans, bool stored) {
   std::map<std::pair<int, Kind>, std::vector<double>> durations;
   for (const auto& span : spans) {
-    durations[{span.action.stage, span.action.kind}].push_back(span.end - span.start);
+    durations[{span.action.stage, span.action.kind}].push_back(span.lead + span.end - span.start - span.queued);
   }
   const auto median_of = [&](int stage, Kind kind) {
     const auto found = durations.find({stage, kind});

@@ -1,7 +1,9 @@
 #include "balance/measurement.h"
 
+#include <sched.h>
 #include <torch/nn/modules/linear.h>
 
+#include <fstream>
 #include <numeric>
 
 #include "absl/container/flat_hash_set.h"
@@ -53,6 +55,17 @@ Schedule split_backwards(const Layout& layout) {
   }
   add(Kind::W, 0);
   return lists;
+}
+
+/// How many cores this process may use.
+int cores() {
+  cpu_set_t set;
+  int count = sched_getaffinity(0, sizeof set, &set) == 0 ? CPU_COUNT(&set) : 1;
+  double quota = 0;
+  double period = 0;
+  if (std::ifstream("/sys/fs/cgroup/cpu.max") >> quota >> period)
+    count = std::min(count, static_cast<int>(quota / period));
+  return count;
 }
 
 class Measurement {
@@ -242,7 +255,10 @@ class Measurement {
       report(done.first + (done.second - done.first) * part);
       for (auto& each : pipes) step(each, batch_);
     }
+    const int threads = options_.intraop_threads() > 0 ? options_.intraop_threads() : at::get_num_threads() / workers_;
+    const bool has_cores = workers_ * std::max(1, threads) <= cores();  // else the workers wait for each other's cores
     for (const auto& [mode, at, pipe, timeline] : pipes) {
+      for (auto& span : timeline->spans) span.queued = has_cores ? span.queued : 0;
       read_times(profile_, at, timeline->spans, mode == Mode::kStored);
     }
   }

@@ -20,6 +20,7 @@
 #include "gpipe/loss.h"
 #include "gpipe/nested.h"
 #include "gpipe/options.h"
+#include "gpipe/program.h"
 #include "gpipe/random_scope.h"
 #include "gpipe/team.h"
 #include "gpipe/value.h"
@@ -29,7 +30,6 @@ namespace gpipe {
 
 struct LanguageBinding;
 class Pipeline;
-class GPIPE_API Program;
 
 /// Trains a sequential model on several devices (GPipe, Huang et al., arXiv:1811.06965). Cuts the model into stages by
 /// a balance, each with a device and a worker thread, and sends each mini-batch through them as micro-batches.
