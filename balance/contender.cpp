@@ -2,6 +2,7 @@
 
 #include <algorithm>
 #include <numeric>
+#include <utility>
 
 #include "balance/cut.h"
 #include "gpipe/schedule/list_schedule.h"
@@ -16,8 +17,8 @@ namespace {
 constexpr int kCutsInVain = 8;
 constexpr int kPlansInVain = 16;
 
-/// The least load of the busiest worker, whichever of these pieces each worker has. Of the k * workers + 1 largest pieces,
-/// some worker has k + 1.
+/// The least load of the busiest worker, whichever of these pieces each worker has. Some worker has k + 1 of the
+/// k * workers + 1 largest pieces.
 double least_load(std::vector<double> pieces, int workers) {
   std::ranges::sort(pieces, std::greater<>());
   double least = std::accumulate(pieces.begin(), pieces.end(), 0.0) / workers;

@@ -21,8 +21,8 @@
 namespace gpipe {
 namespace {
 
-/// How the pipelines that are measured run: with whole backwards, forwards without graphs, split backwards, or as in a
-/// full pipeline, where every other backward is split.
+/// How the pipelines that are measured run: with whole backwards, forwards without graphs, split backwards, or in the order
+/// of measuring_schedule().
 enum class Mode { kWhole, kStored, kSplits, kMixed };
 
 /// A layer of its own stage behind the model. The time of its actions is what every stage takes besides its layers.
@@ -76,7 +76,7 @@ class Measurement {
     batch_of_three_ = batch(3, sample);
     profile_ = describe();
     cut_everywhere();
-    batch_ = batch(2 * workers_, sample);
+    batch_ = batch(2 * std::max(2, workers_), sample);
   }
 
   Profile run(bool plain) {
@@ -218,7 +218,9 @@ class Measurement {
       run_steps(ends_, workers_of(cut()), {Mode::kWhole}, 1, start, {0, 0.2});
       workers = workers_of(cut());
     }
-    run_steps(ends_, workers, modes, options_.repeats(), start, {0.2, 0.6});
+    const bool is_finest = workers_ == std::ssize(ends_);
+    run_steps(ends_, workers, modes, options_.repeats(), start, {0.2, is_finest ? 0.9 : 0.6});
+    if (is_finest) return;
     // The finest stages take longer than layers of one stage: they have more edges, and take more locks. So their times
     // only tell how to share a stage's time among its layers.
     std::vector<int> each_worker(workers_);
@@ -243,9 +245,10 @@ class Measurement {
                  int repeats, double start, std::pair<double, double> done) {
     std::vector<TracedPipe> pipes;
     for (const auto mode : modes) pipes.push_back(make_pipe(mode, ends, workers));
+    const auto& batch = modes.front() == Mode::kWhole ? batch_of_three_ : batch_;  // it keeps all micro-batches
     for (auto& each : pipes) {
       report(done.first);
-      step(each, batch_);
+      step(each, batch);
       each.pipe->trace(each.timeline);
     }
     for (int repeat = 0; repeat < repeats; ++repeat) {
@@ -253,13 +256,12 @@ class Measurement {
       if (repeat > 0 && used >= 1) break;
       const double part = std::min(1.0, std::max(1.0 * repeat / options_.repeats(), used));
       report(done.first + (done.second - done.first) * part);
-      for (auto& each : pipes) step(each, batch_);
+      for (auto& each : pipes) step(each, batch);
     }
-    const int threads = options_.intraop_threads() > 0 ? options_.intraop_threads() : at::get_num_threads() / workers_;
-    const bool has_cores = workers_ * std::max(1, threads) <= cores();  // else the workers wait for each other's cores
-    for (const auto& [mode, at, pipe, timeline] : pipes) {
-      for (auto& span : timeline->spans) span.queued = has_cores ? span.queued : 0;
-      read_times(profile_, at, timeline->spans, mode == Mode::kStored);
+    const bool has_cores = workers_ * options_.intraop_threads() <= cores();  // else workers wait for each other
+    for (const auto& each : pipes) {
+      for (auto& span : each.timeline->spans) span.queued = has_cores ? span.queued : 0;
+      read_times(profile_, ends, each.timeline->spans, each.mode == Mode::kStored);
     }
   }
 
@@ -304,7 +306,7 @@ class Measurement {
   int workers_ = 1;
   int failed_stage_ = 0;
   Mode failed_mode_ = Mode::kWhole;
-  Value batch_;
+  Value batch_;           ///< of so many micro-batches that every kind of action runs twice
   Value batch_of_three_;  ///< the last backward, micro-batch 0's, no longer allocates gradient sums
 };
 

@@ -4,7 +4,7 @@
 
 namespace gpipe {
 
-/// Profiles a model by running all layers in pipelines of up to `options.workers()` stages. Does not restore the
+/// Profiles a model by running all layers in pipelines of up to `options.workers()` workers. Does not restore the
 /// layers' state: see RestoreModule. A `plain` profile has no times and bytes of forwards without graphs and of split backwards.
 ///
 /// Errors: as GPipe's constructor; std::runtime_error that names the failing layer and nests its exception.

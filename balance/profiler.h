@@ -13,9 +13,9 @@ struct ProfileOptions {
   TORCH_ARG(int, workers) = 1;
   /// Threads per operator on the CPU. 0: torch::get_num_threads() / workers, as in GPipeOptions.
   TORCH_ARG(int, intraop_threads) = 0;
-  /// Time budget: no further run begins after so many seconds. About ten steps of a few micro-batches always run.
+  /// Time budget: no further run begins after so many seconds. About twelve steps of a few micro-batches always run.
   TORCH_ARG(double, seconds) = 10;
-  /// Maximum number of measured runs; warm-up runs do not count.
+  /// Maximum number of measured runs of each pipeline; warm-up runs do not count.
   TORCH_ARG(int, repeats) = 9;
   /// Bytes of a parameter, its gradient and the optimizer's state, per byte: 2 for SGD, 3 with momentum, 4 for Adam.
   TORCH_ARG(double, param_scale) = 2;
@@ -26,8 +26,9 @@ struct ProfileOptions {
 };
 
 /// Measures every layer of a model in training mode. The sample is one micro-batch; its size affects all results. Times
-/// are medians over runs of a real pipeline after a warm-up run. Bytes are counted exactly, in a run of each kind. Autocast is as
-/// on the calling thread. An input that requires grad gets a gradient.
+/// are shares of the median times of a real pipeline's stages, without the time that other programs take from the cores.
+/// Bytes are counted exactly, in a run of each kind. Autocast is as on the calling thread. An input that requires grad gets
+/// a gradient.
 ///
 /// Restores parameters, gradients, buffers, devices, modes and the CPU's generator. Do not use the model meanwhile.
 ///

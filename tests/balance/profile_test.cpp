@@ -98,12 +98,12 @@ TEST(Profiler, AcceptsTuplesUnusualSkipsAndInPlaceLayers) {
   EXPECT_EQ(profile(with_skips, rows(), brief().workers(3)).skips.size(), 5U);
 }
 
-// A cut before the second layer is refused, because it changes memory that both of its inputs use.
 TEST(LayerTimes, KeepTheirSharesOfTheTimeOfAStage) {
   Profile profile{.layers = std::vector<LayerProfile>(2)};
   const auto read = [&](const std::vector<int>& ends, const std::vector<std::pair<Action, double>>& seconds) {
     std::vector<Span> spans;
-    for (const auto& [action, duration] : seconds) spans.push_back({0, action, 7, 7 + duration});
+    for (const auto& [action, duration] : seconds)
+      spans.push_back({.action = action, .start = 7, .end = 12 + duration, .queued = 5});
     read_times(profile, ends, spans, /*stored=*/false);
   };
   // Stage 2 has no layers, so an action takes a second besides them. The I of stage 0 computes all gradients.
@@ -132,6 +132,7 @@ TEST(LayerTimes, KeepTheirSharesOfTheTimeOfAStage) {
   EXPECT_NEAR(profile.layers[1].weight_gradient, 2, 1e-6) << "shared with the inputs' gradients";
 }
 
+// A cut before the second layer is refused, because it changes memory that both of its inputs use.
 TEST(Profiler, KeepsLayersTogetherThatCannotBeCut) {
   using Pair = std::tuple<Tensor, Tensor>;
   nn::Sequential model(

@@ -47,8 +47,9 @@ mutant(advice_of_chunks_as_long gpipe/schedule/advice.cpp "factor *= static_cast
        "" Gains.*)
 mutant(trace_counts_the_wait_as_sleep gpipe/runtime/executor.cpp "watch->ready = std::max(watch->free.time, last);"
        "watch->ready = watch->free.time;" Executor*)
-mutant(timeline_overlaps_a_worker_with_itself gpipe/schedule/timeline.cpp "if (other.worker == span.worker) continue;"
-       "" MostOverlapped.*)
+mutant(layer_times_share_weights_apart balance/layer_times.cpp
+       "{Kind::I, &LayerProfile::input_gradient}, {" "{Kind::I, &LayerProfile::input_gradient}}, {{" LayerTimes.*)
+mutant(layer_times_count_waits_for_a_core balance/layer_times.cpp "span.start - span.queued" "span.start" LayerTimes.*)
 mutant(simulator_stores_every_forward gpipe/schedule/simulator.cpp
        "!costs.stored.empty() && program.recomputes(action.stage, action.micro_batch)" "!costs.stored.empty()"
        Simulator.*)
