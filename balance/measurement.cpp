@@ -63,8 +63,9 @@ int cores() {
   int count = sched_getaffinity(0, sizeof set, &set) == 0 ? CPU_COUNT(&set) : 1;
   double quota = 0;
   double period = 0;
-  if (std::ifstream("/sys/fs/cgroup/cpu.max") >> quota >> period)
+  if (std::ifstream("/sys/fs/cgroup/cpu.max") >> quota >> period) {  // of a container
     count = std::min(count, static_cast<int>(quota / period));
+  }
   return count;
 }
 
